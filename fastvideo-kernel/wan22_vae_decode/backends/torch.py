@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops in plain torch: the oracle of every other backend, and a decoder for any device and type.
+
+Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes frame by frame.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan22_vae_decode import winograd
+from wan22_vae_decode.backends.base import Backend, Halo, OpShape
+from wan22_vae_decode.errors import OutOfMemoryError
+from wan22_vae_decode.layers import (
+    Attention,
+    Conv,
+    Head,
+    Pointwise,
+    UpsampleConv,
+    WinogradConv,
+)
+
+
+class Padded(NamedTuple):
+    """A causal conv's input: [B, 2 + T, rows, W, C]; ``row_halo`` says whether the rows include the neighbours'."""
+
+    tensor: Tensor
+    row_halo: bool
+
+
+class TorchBackend(Backend):
+    """Reference ops.
+
+    Args:
+        device: any torch device.
+        dtype: float64, float32, bfloat16 or float16.
+        winograd_levels: levels whose 3x3x3 convs run as F(4x4, 3x3), to check that form in a whole decode.
+        upsample_products: use the nine-product upsample form everywhere.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        winograd_levels: tuple[int, ...] = (),
+        upsample_products: bool = False,
+    ) -> None:
+        super().__init__(device, dtype)
+        self._winograd_levels = winograd_levels
+        self._upsample_products = upsample_products
+
+    @property
+    def _accumulator(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    # Choices and resources
+
+    def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
+        if level in self._winograd_levels and not (level == 0 and split_rows):
+            return "winograd"
+        return "direct"
+
+    def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
+        return "products" if self._upsample_products else "phases"
+
+    def workspace_bytes(self, op: str, shape: OpShape) -> int:
+        return 0
+
+    def free_bytes(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def reserve(self, nbytes: int) -> None:
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"a pass needs {nbytes / 2**30:.2f} GiB, which {self.device} cannot give") from error
+
+    # Inputs of causal convs
+
+    def norm_silu_pad(
+        self, x: Tensor, norm: Tensor, history: Tensor | None, halo: Halo | None, conv: Conv | WinogradConv | Head
+    ) -> tuple[Padded, Tensor]:
+        padded = self._padded(x, history, halo)
+        _fill(padded, x, halo, lambda part: F.silu(self._rms_norm(part, norm)))
+        return padded, padded.tensor[:, -2:].clone()
+
+    def causal_pad(
+        self, x: Tensor, history: Tensor | None, halo: Halo | None, conv: Conv | WinogradConv
+    ) -> tuple[Padded, Tensor]:
+        padded = self._padded(x, history, halo)
+        _fill(padded, x, halo, lambda part: part)
+        return padded, padded.tensor[:, -2:].clone()
+
+    def _padded(self, x: Tensor, history: Tensor | None, halo: Halo | None) -> Padded:
+        batch, frames, rows, cols, channels = x.shape
+        rows += 2 if halo else 0
+        tensor = x.new_empty(batch, 2 + frames, rows, cols, channels)
+        if history is None:
+            tensor[:, :2].zero_()
+        else:
+            tensor[:, :2] = history
+        return Padded(tensor, halo is not None)
+
+    def _rms_norm(self, x: Tensor, norm: Tensor) -> Tensor:
+        """x / max(L2, 1e-12) * norm over the last axis, in the accumulator's type."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._accumulator)
+        return x / length.clamp_min(1e-12) * norm
+
+    # Convolutions
+
+    def causal_conv3d(self, x: Padded, conv: Conv, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        y = self._conv3d(x.tensor, conv.weight, conv.bias, padding=(0, 0 if x.row_halo else 1, 1))
+        return _finish(y, residual, out)
+
+    def winograd_conv3d(
+        self, x: Padded, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        tile, step = winograd.TILE + 2, winograd.TILE
+        matrices = winograd.transforms()
+        b, a = (m.to(self.device, self._accumulator) for m in (matrices.input, matrices.output))
+        batch, frames = x.tensor.shape[0], x.tensor.shape[1] - 2
+        rows, cols = x.tensor.shape[2] - (2 if x.row_halo else 0), x.tensor.shape[3]
+        below, right = -rows % step, -cols % step
+        edge = 0 if x.row_halo else 1
+        padded = F.pad(x.tensor, (0, 0, 1, 1 + right, edge, edge + below))
+        tiles = padded.unfold(2, tile, step).unfold(3, tile, step)
+        components = torch.einsum("im,jn,btyxcmn->ijbtyxc", b, b, tiles.to(self._accumulator)).to(self.dtype)
+        # One product per component over K = (tap, C), as the kernels accumulate it.
+        windows = torch.cat([components[:, :, :, tap : tap + frames] for tap in range(3)], dim=-1).flatten(0, 1)
+        products = windows.flatten(1, -2) @ conv.weight.flatten(2).transpose(1, 2)
+        products = products.view(tile, tile, *windows.shape[1:-1], -1).to(self._accumulator)
+        y = torch.einsum("pi,qj,ijbtyxo->btypxqo", a, a, products)
+        y = y.flatten(4, 5).flatten(2, 3)[:, :, :rows, :cols] + conv.bias
+        return _finish(y.to(self.dtype), residual, out)
+
+    def pointwise_conv(self, x: Tensor, conv: Pointwise) -> Tensor:
+        return F.linear(x, conv.weight, None if conv.bias is None else conv.bias.to(x.dtype))
+
+    def attention(self, x: Tensor, weights: Attention, nonfinite: Tensor) -> Tensor:
+        y = self._rms_norm(x, weights.norm).to(x.dtype)
+        qkv = self.pointwise_conv(y, weights.qkv).flatten(2, 3)
+        _flag_nonfinite(qkv, nonfinite)
+        q, k, v = qkv.flatten(0, 1).unsqueeze(1).chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.pointwise_conv(y.reshape(x.shape), weights.proj)
+
+    def time_double(self, x: Padded, conv: Conv, out: Tensor) -> None:
+        y = self._conv3d(x.tensor, conv.weight, conv.bias, padding=(0, 0, 0))
+        out.unflatten(1, (-1, 2)).copy_(y.unflatten(-1, (2, -1)).permute(0, 1, 4, 2, 3, 5))
+
+    def upsample_conv2x(
+        self, x: Tensor, up: UpsampleConv, shortcut: Tensor, skip_frames: int, halo: Halo | None
+    ) -> Tensor:
+        batch, frames, rows, cols, _ = x.shape
+        padded = F.pad(_with_halo(x, halo), (0, 0, 1, 1, 0, 0) if halo else (0, 0, 1, 1, 1, 1)).flatten(0, 1)
+        out = x.new_empty(batch, frames, 2 * rows, 2 * cols, up.bias.shape[0])
+        phases = self._upsample_products_form(padded, up) if up.phases is None else self._upsample_phases(padded, up)
+        channel = _shortcut_channels(
+            shortcut.shape[-1], out.shape[-1], skip_frames + frames, shortcut.shape[1], out.device
+        )
+        factor = channel.shape[0]
+        for row, col, y in phases:
+            target = out[:, :, row::2, col::2]
+            target.copy_(y.view(batch, frames, rows, cols, -1))
+            for frame in range(frames):
+                source, phase = divmod(frame + skip_frames, factor)
+                target[:, frame] += shortcut[:, source].index_select(-1, channel[phase, row, col])
+        return out
+
+    def _upsample_phases(self, padded: Tensor, up: UpsampleConv):
+        """Four 2x2 convs at the low resolution, one per output phase."""
+        rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
+        for row in range(2):
+            for col in range(2):
+                window = padded[:, row : row + rows + 1, col : col + cols + 1]
+                weight = up.phases[row, col].permute(0, 3, 1, 2)
+                y = F.conv2d(window.permute(0, 3, 1, 2), weight, up.bias.to(padded.dtype))
+                yield row, col, y.permute(0, 2, 3, 1)
+
+    def _upsample_products_form(self, padded: Tensor, up: UpsampleConv):
+        """Nine 1x1 products of differences; each output phase is the sum of four of them."""
+        rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
+
+        def differences(x: Tensor, axis: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+            before, here, after = (x.narrow(axis, start, size) for start in range(3))
+            return before - here, here, after - here
+
+        products = [
+            [
+                F.linear(part, up.products[i, j]).to(self._accumulator)
+                for j, part in enumerate(differences(line, 2, cols))
+            ]
+            for i, line in enumerate(differences(padded, 1, rows))
+        ]
+        for row in range(2):
+            for col in range(2):
+                y = sum(products[i][j] for i in (row, row + 1) for j in (col, col + 1)) + up.bias
+                yield row, col, y.to(padded.dtype)
+
+    def output_head(self, x: Padded, head: Head, out: Tensor, nonfinite: Tensor) -> None:
+        taps = self._conv3d(x.tensor, head.weight, None, padding=(0, 0, 0))
+        edge = 0 if x.row_halo else 1
+        taps = F.pad(taps, (0, 0, 1, 1, edge, edge))
+        rows, cols = out.shape[3] // 2, out.shape[4] // 2
+        for frame in range(out.shape[2]):
+            y = head.bias.to(self._accumulator)
+            for tap in range(9):
+                dy, dx = divmod(tap, 3)
+                y = y + taps[:, frame, dy : dy + rows, dx : dx + cols, 12 * tap : 12 * tap + 12]
+            _flag_nonfinite(y, nonfinite)
+            pixels = y.clamp(-1, 1).unflatten(-1, (3, 2, 2)).permute(0, 3, 1, 5, 2, 4)
+            target = out[:, :, frame].unflatten(-1, (cols, 2)).unflatten(-3, (rows, 2))
+            if out.dtype == torch.uint8:
+                pixels = ((pixels.float() / 2 + 0.5) * 255).nan_to_num(0.0)
+            target.copy_(pixels)
+
+    def _conv3d(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int]) -> Tensor:
+        """A channels-last conv3d; torch sees channels-first views."""
+        bias = None if bias is None else bias.to(x.dtype)
+        y = F.conv3d(x.permute(0, 4, 1, 2, 3), weight.permute(0, 4, 1, 2, 3), bias, padding=padding)
+        return y.permute(0, 2, 3, 4, 1).contiguous()
+
+
+def _fill(padded: Padded, x: Tensor, halo: Halo | None, transform) -> None:
+    """Writes transform(x), and of the halo rows, behind the two history frames, one frame at a time."""
+    for frame in range(x.shape[1]):
+        target = padded.tensor[:, 2 + frame]
+        if halo is None:
+            target.copy_(transform(x[:, frame]))
+        else:
+            target[:, :1] = transform(halo.above[:, frame])
+            target[:, 1:-1] = transform(x[:, frame])
+            target[:, -1:] = transform(halo.below[:, frame])
+
+
+def _finish(y: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """Adds the residual and hands the result over, in ``out`` if there is one."""
+    if residual is not None:
+        y += residual
+    return y if out is None else out.copy_(y)
+
+
+def _with_halo(x: Tensor, halo: Halo | None) -> Tensor:
+    return x if halo is None else torch.cat([halo.above, x, halo.below], dim=2)
+
+
+def _flag_nonfinite(x: Tensor, nonfinite: Tensor) -> None:
+    nonfinite.logical_or_(~torch.isfinite(x).all())
+
+
+def _shortcut_channels(c_in: int, c_out: int, frames: int, frames_in: int, device: torch.device) -> Tensor:
+    """[f, 2, 2, C_out]: the input channel that DupUp3D gives to each (frame phase, row phase, column phase, channel)."""
+    factor = frames // frames_in
+    index = torch.arange(c_out * factor * 4, device=device) // (c_out * factor * 4 // c_in)
+    return index.view(c_out, factor, 2, 2).permute(1, 2, 3, 0)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None: these ops run wherever torch does."""
+    return None
+
+
+def create(device: torch.device, dtype: torch.dtype) -> TorchBackend:
+    """The reference backend for a device and a compute type."""
+    return TorchBackend(device, dtype)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared weights, one dataclass a kind of layer, in the layouts that every backend's ops take.
+
+Channels are innermost everywhere. Weights have the decoder's compute type; gammas and biases are float32 (float64 in a
+float64 decoder), because they enter fp32 accumulators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A direct convolution: ``weight`` [C_out, kt, kh, kw, C_in] and ``bias`` [C_out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class WinogradConv:
+    """A 3x3x3 convolution in F(4x4, 3x3) form: ``weight`` [36, C_out, 3, C_in] and ``bias`` [C_out].
+
+    Component 6*i + j belongs to row i of the vertical and row j of the horizontal transform; the third axis is the
+    temporal tap, oldest first, so that a component's GEMM runs over K = 3 * C_in.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A 1x1x1 convolution: ``weight`` [C_out, C_in] and ``bias`` [C_out], or None where another layer adds it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Resnet:
+    """RMS norm, SiLU, conv, twice, plus the input (or its 1x1x1 shortcut, whose bias ``conv2`` already carries).
+
+    ``norm1`` and ``norm2`` are gamma * sqrt(C), so that a norm is x / max(L2, 1e-12) * norm.
+    """
+
+    norm1: Tensor
+    conv1: Conv | WinogradConv
+    norm2: Tensor
+    conv2: Conv | WinogradConv
+    shortcut: Pointwise | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Single-head attention over the pixels of one frame: ``norm`` [C], ``qkv`` to 3C (q, k, v in order), ``proj``."""
+
+    norm: Tensor
+    qkv: Pointwise
+    proj: Pointwise
+
+
+@dataclass(frozen=True)
+class UpsampleConv:
+    """Nearest x2 followed by a 3x3 convolution, without ever forming the enlarged image.
+
+    Exactly one form is present. ``phases`` [2, 2, C_out, 2, 2, C_in]: output phase (row, column), then the 2x2 taps that
+    fall on distinct source pixels. ``products`` [3, 3, C_out, C_in]: per axis the taps (a, a + b + c, c), for the three
+    products a (x[-1] - x[0]), (a + b + c) x[0] and c (x[1] - x[0]); output phase 0 is the first two's sum, phase 1 the
+    last two's.
+    """
+
+    phases: Tensor | None
+    products: Tensor | None
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Upsampler:
+    """What follows an up block's resnets: the optional time doubling (a 3x1x1 conv to 2C), then ``spatial``."""
+
+    time: Conv | None
+    spatial: UpsampleConv
+
+
+@dataclass(frozen=True)
+class UpBlock:
+    resnets: tuple[Resnet, ...]
+    upsampler: Upsampler | None
+
+
+@dataclass(frozen=True)
+class Head:
+    """norm_out and conv_out. ``weight`` [112, 3, 1, 1, C]: the 3x3 taps of the 12 outputs as channels of a temporal conv.
+
+    Channel 12 * (3 * dy + dx) + o holds tap (dy, dx) of output channel o; the last four are zero padding.
+    ``bias`` [12].
+    """
+
+    norm: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """The whole decoder, in the order of the architecture."""
+
+    post_quant_conv: Pointwise
+    conv_in: Conv
+    mid_resnets: tuple[Resnet, Resnet]
+    mid_attention: Attention
+    up_blocks: tuple[UpBlock, ...]
+    head: Head

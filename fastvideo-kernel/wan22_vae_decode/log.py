@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's logger, and lines that are worth saying only once."""
+
+import logging
+import threading
+
+logger = logging.getLogger("wan22_vae_decode")
+
+_said: set[str] = set()
+_lock = threading.Lock()
+
+
+def once(message: str, level: int = logging.WARNING) -> None:
+    """Logs ``message`` the first time this process meets it: fallbacks give their reason once, not once a video."""
+    with _lock:
+        if message in _said:
+            return
+        _said.add(message)
+    logger.log(level, "%s", message)
+
+
+def forget() -> None:
+    """Makes ``once`` speak again about everything (for tests)."""
+    with _lock:
+        _said.clear()
