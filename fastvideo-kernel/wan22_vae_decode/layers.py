@@ -67,10 +67,10 @@ class Attention:
 class UpsampleConv:
     """Nearest x2 followed by a 3x3 convolution, without ever forming the enlarged image.
 
-    Exactly one form is present. ``phases`` [2, 2, C_out, 2, 2, C_in]: output phase (row, column), then the 2x2 taps that
-    fall on distinct source pixels. ``products`` [3, 3, C_out, C_in]: per axis the taps (a, a + b + c, c), for the three
-    products a (x[-1] - x[0]), (a + b + c) x[0] and c (x[1] - x[0]); output phase 0 is the first two's sum, phase 1 the
-    last two's.
+    Exactly one form is present. ``phases`` [2, 2, C_out, 2, 2, C_in]: output phase (row, column), then the 2x2 taps
+    that fall on distinct source pixels. ``products`` [3, 3, C_out, C_in]: per axis the taps (a, a + b + c, c), for
+    the three products a (x[-1] - x[0]), (a + b + c) x[0] and c (x[1] - x[0]); output phase 0 is the first two's
+    sum, phase 1 the last two's.
     """
 
     phases: Tensor | None
@@ -94,7 +94,8 @@ class UpBlock:
 
 @dataclass(frozen=True)
 class Head:
-    """norm_out and conv_out. ``weight`` [112, 3, 1, 1, C]: the 3x3 taps of the 12 outputs as channels of a temporal conv.
+    """norm_out and conv_out. ``weight`` [112, 3, 1, 1, C]: the 3x3 taps of the 12 outputs as channels of a temporal
+    conv.
 
     Channel 12 * (3 * dy + dx) + o holds tap (dy, dx) of output channel o; the last four are zero padding.
     ``bias`` [12].

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transform matrices of Winograd's F(m, r) from their interpolation points, in float64, in one place.
 
-An output tile of m values of a correlation with r taps is ``A^T ((G g) * (B^T d))`` with d the m + r - 1 inputs of the tile
-(Lavin & Gray 2015, arXiv 1509.09308, after Toom and Cook). The m + r - 2 finite points and infinity fix the matrices up to a scale
-of each component. The points decide how much rounding the components suffer: 0, +-1, +-2 need the smallest integers, but
-0, +-0.65, +-1.55 lose less than half as much in half precision (the idea of optimised points: arXiv 2512.18453).
+An output tile of m values of a correlation with r taps is ``A^T ((G g) * (B^T d))`` with d the m + r - 1 inputs of
+the tile (Lavin & Gray 2015, arXiv 1509.09308, after Toom and Cook). The m + r - 2 finite points and infinity fix
+the matrices up to a scale of each component. The points decide how much rounding the components suffer: 0, +-1, +-2
+need the smallest integers, but 0, +-0.65, +-1.55 lose less than half as much in half precision (the idea of
+optimised points: arXiv 2512.18453).
 
-Rows of B^T and G are scaled by powers of two to a norm near one, so that fp16 components have the range of the data that they
-are made of, and columns of A^T by the inverse; powers of two change no rounding.
+Rows of B^T and G are scaled by powers of two to a norm near one, so that fp16 components have the range of the data
+that they are made of, and columns of A^T by the inverse; powers of two change no rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POINTS = (0.0, 0.65, -0.65, 1.55, -1.55)
 
 @dataclass(frozen=True)
 class Transforms:
-    """The three matrices of F(m, r), float64: ``input`` B^T [n, n], ``weight`` G [n, r], ``output`` A^T [m, n], n = m + r - 1."""
+    """F(m, r) in float64: ``input`` B^T [n, n], ``weight`` G [n, r], ``output`` A^T [m, n], with n = m + r - 1."""
 
     input: Tensor
     weight: Tensor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends by name. The one place that decides which of them runs.
 
-A backend module offers ``why_not(device, dtype) -> str | None`` (the reason it cannot run there, cheap, no build) and
-``create(device, dtype) -> Backend`` (which may build kernels, and raises ``BackendUnavailableError``). Modules are imported on first
-use, so that a machine without a GPU or a compiler never touches them.
+A backend module offers ``why_not(device, dtype) -> str | None`` (the reason it cannot run there, cheap, no build)
+and ``create(device, dtype) -> Backend`` (which may build kernels, and raises ``BackendUnavailableError``). Modules
+are imported on first use, so that a machine without a GPU or a compiler never touches them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def create(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend ``name`` for a device and a compute type; raises ``BackendUnavailableError`` with the reason if it cannot run."""
+    """The backend ``name``, or ``BackendUnavailableError`` with the reason why it cannot run."""
     reason = why_not(name, device, dtype)
     if reason is not None:
         raise BackendUnavailableError(reason)

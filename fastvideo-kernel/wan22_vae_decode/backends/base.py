@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that the decoder graph calls by name, and what every backend promises about them.
 
-Layout. Activations are ``[B, T, H, W, C]``, contiguous, in the compute type. Latents arrive as ``[B, T, H, W, z]``; the video
-leaves as ``[B, 3, F, 16 H, 16 W]``. Weights are the dataclasses of ``layers``. T, H, W and B may be any number from 1.
+Layout. Activations are ``[B, T, H, W, C]``, contiguous, in the compute type. Latents arrive as ``[B, T, H, W, z]``;
+the video leaves as ``[B, 3, F, 16 H, 16 W]``. Weights are the dataclasses of ``layers``. T, H, W and B may be any
+number from 1.
 
-Causality. A causal conv with three temporal taps sees two earlier frames. They come from ``history``, which the op that builds
-the conv's input also returns anew; None stands for two frames of zeros (the start of the video). A history is the backend's
-own object: the graph keeps it under the layer's name, drops it, converts it with ``cast_history``, and never looks inside.
-A backend must not write into a history that it was given: the caller may repeat the pass from it.
+Causality. A causal conv with three temporal taps sees two earlier frames. They come from ``history``, which the op
+that builds the conv's input also returns anew; None stands for two frames of zeros (the start of the video). A
+history is the backend's own object: the graph keeps it under the layer's name, drops it, converts it with
+``cast_history``, and never looks inside. A backend must not write into a history that it was given: the caller may
+repeat the pass from it.
 
 Row halos. With several ranks each holds a band of rows. ``halo`` then carries one raw (not normalised) row of each
-neighbour, zeros at the edges of the image; None means that the band is the whole image and the conv pads with zeros itself.
-A zero vector stays zero through norm and SiLU, so edges need no further care.
+neighbour, zeros at the edges of the image; None means that the band is the whole image and the conv pads with zeros
+itself. A zero vector stays zero through norm and SiLU, so edges need no further care.
 
 Conv inputs. ``norm_silu_pad`` and ``causal_pad`` return an opaque conv input that only the conv of the same backend
-reads, immediately afterwards. The reference form is a tensor ``[B, 2 + T, H + 2, W, C]`` (``H`` rows without a halo); a backend may
-instead return transformed components, or a deferred description, where that saves a pass over memory.
+reads, immediately afterwards. The reference form is a tensor ``[B, 2 + T, H + 2, W, C]`` (``H`` rows without a
+halo); a backend may instead return transformed components, or a deferred description, where that saves a pass over
+memory.
 
-Streams. Ops enqueue on the current stream of their tensors' device and never wait for the host. ``reserve`` is called before a
-pass with the bytes that ``geometry`` predicts; a pass must be able to run without new memory from the driver.
+Streams. Ops enqueue on the current stream of their tensors' device and never wait for the host. ``reserve`` is
+called before a pass with the bytes that ``geometry`` predicts; a pass must be able to run without new memory from
+the driver.
 
-Errors. Ops raise on misuse (wrong channel counts) only in ways that are bugs of the caller; all checks of user input happen before.
+Errors. Ops raise on misuse (wrong channel counts) only in ways that are bugs of the caller; all checks of user
+input happen before.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ class Halo(NamedTuple):
 
 @dataclass(frozen=True)
 class OpShape:
-    """Sizes of one op for the memory prediction: ``frames`` without history, ``rows`` without halo, input and output channels."""
+    """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo."""
 
     batch: int
     frames: int
@@ -90,8 +95,8 @@ class Backend(ABC):
     def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
         """``"direct"`` or ``"winograd"`` for the 3x3x3 convs of a level (0 is the latents' resolution).
 
-        ``split_rows``: the decoder runs on row bands, whose edges are multiples of four rows only from level 1 on; Winograd at
-        level 0 would then place its tiles differently from one device.
+        With ``split_rows`` the decoder runs on row bands, whose edges are multiples of four rows only from level 1
+        on: Winograd at level 0 would then place its tiles differently from one device.
         """
         return "direct"
 
@@ -121,7 +126,7 @@ class Backend(ABC):
         """Makes sure that a pass can draw ``nbytes`` without asking the driver; raises ``OutOfMemoryError`` if not."""
 
     def nonfinite_flag(self) -> Tensor:
-        """A zeroed int32 tensor [1] that ops set to 1 when they meet NaN or infinity; read once, at the end of a pass."""
+        """A zeroed int32 tensor [1]; ops set it to 1 when they meet NaN or infinity; it is read once a pass."""
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def cast_history(self, history: History, dtype: torch.dtype) -> History:
@@ -143,7 +148,8 @@ class Backend(ABC):
 
         Args:
             x: [B, T, H, W, C].
-            norm: [C] float32, gamma * sqrt(C). The norm is x / max(L2 norm over C, 1e-12) * norm with statistics in fp32.
+            norm: [C] float32, gamma * sqrt(C). The norm is x / max(L2 norm over C, 1e-12) * norm with statistics in
+                fp32.
             history: what the previous call of this layer returned, or None at the start of the video.
             halo: the neighbours' raw rows, or None.
             conv: the weights that will read the result, so that a backend can prepare exactly what they need.
@@ -156,7 +162,7 @@ class Backend(ABC):
     def causal_pad(
         self, x: Tensor, history: History | None, halo: Halo | None, conv: Conv | WinogradConv
     ) -> tuple[ConvInput, History]:
-        """As ``norm_silu_pad`` for the inputs that are not normalised: conv_in and the time convs (which have no halo)."""
+        """As ``norm_silu_pad``, for inputs that are not normalised: conv_in's and the time convs' (without halo)."""
 
     # Convolutions
 
@@ -210,7 +216,8 @@ class Backend(ABC):
             x: [B, F, H, W, C_in].
             up: the conv's weights, C_out outputs.
             shortcut: [B, T, H, W, C_s], the up block's input; F = f * T - skip_frames with f = 1 or 2.
-            skip_frames: leading frames that the shortcut's enlargement drops (f - 1 in the pass with the video's first frame).
+            skip_frames: leading frames that the shortcut's enlargement drops (f - 1 in the pass with the video's
+                first frame).
             halo: the neighbours' rows of ``x``, or None.
 
         Returns:
@@ -226,16 +233,16 @@ class Backend(ABC):
         Args:
             x: conv input made by ``norm_silu_pad`` from [B, T, H, W, C].
             head: a 3x1x1 conv to 112 channels, whose first 108 are summed by a 3x3 stencil into 12; then the bias.
-            out: [B, 3, T, 2H, 2W], a view of the video of any strides whose columns are adjacent; float64, float32, float16, bfloat16
-                or uint8. Channel c, row 2y + q, column 2x + r is conv channel 4c + 2r + q. uint8 is (v / 2 + 0.5) * 255 in
-                float32, truncated (FastVideo's rule); NaN becomes 0.
+            out: [B, 3, T, 2H, 2W], a view of the video of any strides whose columns are adjacent; float64, float32,
+                float16, bfloat16 or uint8. Channel c, row 2y + q, column 2x + r is conv channel 4c + 2r + q. uint8
+                is (v / 2 + 0.5) * 255 in float32, truncated (FastVideo's rule); NaN becomes 0.
             nonfinite: set to 1 if any value before the clamp is NaN or infinite.
         """
 
     # Data movement between ranks
 
     def edge_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last row of [B, T, H, W, C], each packed as [B, T, 1, W, C]: what the neighbours' halos need."""
+        """The first and the last row of [B, T, H, W, C], each packed as [B, T, 1, W, C]: the neighbours' halos."""
         return x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()
 
     def split_rows(self, x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:

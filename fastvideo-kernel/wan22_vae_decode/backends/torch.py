@@ -129,7 +129,7 @@ class TorchBackend(Backend):
         tile, step = winograd.TILE + 2, winograd.TILE
         matrices = winograd.transforms()
         b, a = (m.to(self.device, self._accumulator) for m in (matrices.input, matrices.output))
-        batch, frames = x.tensor.shape[0], x.tensor.shape[1] - 2
+        frames = x.tensor.shape[1] - 2
         rows, cols = x.tensor.shape[2] - (2 if x.row_halo else 0), x.tensor.shape[3]
         below, right = -rows % step, -cols % step
         edge = 0 if x.row_halo else 1
@@ -260,7 +260,7 @@ def _flag_nonfinite(x: Tensor, nonfinite: Tensor) -> None:
 
 
 def _shortcut_channels(c_in: int, c_out: int, frames: int, frames_in: int, device: torch.device) -> Tensor:
-    """[f, 2, 2, C_out]: the input channel that DupUp3D gives to each (frame phase, row phase, column phase, channel)."""
+    """[f, 2, 2, C_out]: DupUp3D's input channel for each (frame phase, row phase, column phase, output channel)."""
     factor = frames // frames_in
     index = torch.arange(c_out * factor * 4, device=device) // (c_out * factor * 4 // c_in)
     return index.view(c_out, factor, 2, 2).permute(1, 2, 3, 0)
