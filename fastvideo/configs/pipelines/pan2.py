@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline configuration of PAN2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastvideo.configs.models.dits.base import DiTConfig
+from fastvideo.configs.models.dits.pan2 import PAN2Config
+from fastvideo.configs.models.encoders.base import EncoderConfig
+from fastvideo.configs.models.encoders.qwen3_5 import Qwen3_5Config
+from fastvideo.configs.models.vaes.base import VAEConfig
+from fastvideo.configs.models.vaes.wan22_decode import WanVAEConfig
+from fastvideo.configs.pipelines.base import PipelineConfig
+
+
+class ActivatesOnUnpickle:
+    """A config that registers this plug-in wherever it is unpickled: FastVideo's spawned workers receive their config
+    that way.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import fastvideo.pipelines.pan2  # noqa: F401 (registers)
+
+        self.__dict__.update(state)
+
+
+class VaeSwitch:
+    """A dataclass field that is another name for a field of ``vae_config``, with a default of its own."""
+
+    def __init__(self, name: str, default: bool) -> None:
+        self.name = name
+        self.default = default
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        return self.default if config is None else getattr(config.vae_config, self.name)
+
+    def __set__(self, config: Any, value: bool) -> None:
+        setattr(config.vae_config, self.name, value)
+
+
+@dataclass
+class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
+    """Defaults of the released PAN2 model.
+
+    Attributes:
+        flow_shift: replaces the shift of the checkpoint's scheduler; None keeps it.
+        vae_decode_kernel: decode with the fast exact decoder (``vae_config.decode_kernel``); falls back with one
+            log line.
+        vae_decode_kernel_parallel: split that decode over the sequence-parallel ranks
+            (``vae_config.decode_kernel_parallel``).
+    """
+
+    dit_config: DiTConfig = field(default_factory=PAN2Config)
+    vae_config: VAEConfig = field(default_factory=WanVAEConfig)
+    text_encoder_configs: tuple[EncoderConfig, ...] = field(default_factory=lambda: (Qwen3_5Config(),))
+
+    flow_shift: float | None = None
+    dit_precision: str = "bf16"
+    vae_precision: str = "fp32"
+    vae_tiling: bool = False
+    vae_sp: bool = False
+    text_encoder_precisions: tuple[str, ...] = ("bf16",)
+
+    # After vae_config, which they forward to.
+    vae_decode_kernel: bool = VaeSwitch("decode_kernel", default=True)  # type: ignore[assignment]
+    vae_decode_kernel_parallel: bool = VaeSwitch("decode_kernel_parallel", default=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.vae_config.load_encoder = True
+        self.vae_config.load_decoder = True
+
+    def check_pipeline_config(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        if not self.vae_decode_kernel:
+            self.vae_decode_kernel_parallel = False
+        self.vae_config.check_decode()
+        super().check_pipeline_config()

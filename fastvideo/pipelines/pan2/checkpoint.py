@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a PAN2 checkpoint folder by its small JSON files and weight headers, before any model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastvideo.configs.models.dits.pan2 import PAN2ArchConfig
+
+# Component folder -> class names that FastVideo can load for PAN2, as written in its own config.
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    "transformer": ("PAN2Transformer3DModel",),
+    "vae": ("AutoencoderKLWan",),
+    "text_encoder": ("Qwen3_5TextModel", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5Model"),
+    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+    "tokenizer": (),
+}
+CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+INDEX_FILES = ("model_index.json", "modular_model_index.json")
+
+
+def read_index(model_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The folder's model_index.json or modular_model_index.json; ValueError if it has neither or it is not JSON."""
+    for name in INDEX_FILES:
+        file = Path(model_path, name)
+        if file.is_file():
+            return _read_json(file)
+    raise ValueError(
+        f"{model_path} holds neither {' nor '.join(INDEX_FILES)}: give the folder of a PAN2 checkpoint in diffusers "
+        "layout."
+    )
+
+
+def check_checkpoint(
+    model_path: str | os.PathLike[str],
+    index: Mapping[str, Any],
+    *,
+    sp_size: int = 1,
+    provided: Collection[str] = (),
+) -> None:
+    """Checks that every component is there, of a class we load, and divisible over the ranks.
+
+    Args:
+        model_path: the checkpoint folder.
+        index: its model_index.json or modular_model_index.json.
+        sp_size: sequence-parallel ranks.
+        provided: components that the caller brings along and that need no folder.
+
+    Raises:
+        ValueError: what is missing or wrong, where, and what to do.
+    """
+    for name, classes in COMPONENTS.items():
+        if name in provided:
+            continue
+        entry = index.get(name)
+        folder = Path(model_path, name)
+        if not isinstance(entry, list) or not entry or entry[0] is None:
+            raise ValueError(f"The index of {model_path} does not list a {name}: PAN2 needs {', '.join(COMPONENTS)}.")
+        config_file = folder / CONFIG_FILES.get(name, "config.json")
+        if not config_file.is_file():
+            raise ValueError(
+                f"The PAN2 checkpoint {model_path} lacks {name}/{config_file.name}: download or copy it again."
+            )
+        config = _read_json(config_file)
+        if classes:
+            found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+            if found not in classes:
+                raise ValueError(f"{name} of {model_path} is a {found}: PAN2 needs {' or '.join(classes)}.")
+        if name == "transformer":
+            check_transformer_config(config, sp_size)
+
+
+def check_transformer_config(config: Mapping[str, Any], sp_size: int) -> None:
+    """Raises ValueError if the transformer's fields contradict each other or its heads do not divide over the ranks."""
+    known = {field.name for field in dataclasses.fields(PAN2ArchConfig)}
+    PAN2ArchConfig(**{name: value for name, value in config.items() if name in known}).check_sequence_parallel(sp_size)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as JSON ({error}): download or copy it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{file} holds a {type(content).__name__} where an object is needed: download or copy it again."
+        )
+    return content

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers the PAN2 family with FastVideo: config, presets, pipeline discovery, generator hooks and, without CUDA,
+the CPU preview.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from fastvideo.configs.pipelines.pan2 import PAN2PipelineConfig
+from fastvideo.pipelines.pan2 import upstream
+from fastvideo.pipelines.pan2.presets import MODEL_FAMILY, PAN2_I2V, PAN2_T2V
+
+# `_class_name` of model_index.json or modular_model_index.json, in lower case as FastVideo's detectors see it.
+CHECKPOINT_CLASSES = ("pan2pipeline", "pan2modularpipeline")
+_registered = False
+
+
+def is_pan2(path_or_class: str) -> bool:
+    """Detector for FastVideo's registry: true for the class names of a PAN2 checkpoint, never for a mere path."""
+    return path_or_class.lower() in CHECKPOINT_CLASSES
+
+
+def register() -> None:
+    """Registers everything once per process.
+
+    Raises:
+        ImportError: see :mod:`fastvideo.pipelines.pan2.upstream`.
+    """
+    global _registered
+    if _registered:
+        return
+    upstream.check_ownership()
+    upstream.check_names()
+    _register_family()
+    _register_vae()
+    _make_discoverable()
+
+    from fastvideo.pipelines.pan2 import generator
+
+    generator.install()
+    if not torch.cuda.is_available():
+        from fastvideo.pipelines.pan2 import cpu_preview
+
+        cpu_preview.install()
+    _registered = True
+
+
+def _register_family() -> None:
+    from fastvideo.api.presets import register_preset
+    from fastvideo.fastvideo_args import WorkloadType
+    from fastvideo.registry import register_configs
+
+    register_configs(
+        sampling_param_cls=None,
+        pipeline_config_cls=PAN2PipelineConfig,
+        workload_types=(WorkloadType.T2V, WorkloadType.I2V),
+        model_detectors=[is_pan2],
+        model_family=MODEL_FAMILY,
+        default_preset=PAN2_T2V.name,
+        pipeline_cls_name="PAN2Pipeline",
+    )
+    for preset in (PAN2_T2V, PAN2_I2V):
+        register_preset(preset)
+
+
+def _register_vae() -> None:
+    from fastvideo.models.registry import ModelRegistry
+    from fastvideo.models.vaes.wan22_decode import AutoencoderKLWan
+
+    # register_model() warns about the replacement that is meant here.
+    ModelRegistry.models.pop("AutoencoderKLWan", None)
+    ModelRegistry.register_model("AutoencoderKLWan", AutoencoderKLWan)
+
+
+def _make_discoverable() -> None:
+    """Lets a discovery that already ran without us run again: FastVideo caches its scan of ``pipelines/basic``."""
+    from fastvideo import registry
+    from fastvideo.pipelines.pipeline_registry import _import_pipeline_classes_cached
+
+    _import_pipeline_classes_cached.cache_clear()
+    registry._PIPELINE_REGISTRY.clear()
+    registry.get_model_info.cache_clear()
+    sys.modules.pop("fastvideo.pipelines.basic.pan2.pan2_pipeline", None)
