@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to what PAN2 conditions on: the text model's hidden states of the tokens after the user header.
-
-`encode_prompt` does all of it for one prompt. `chat_messages` and `PromptCrop` are the same steps as the functions
-before and after the text model that FastVideo's `TextEncodingStage` calls.
-"""
+"""From a prompt to what PAN2 conditions on: the text model's hidden states of the tokens after the user header."""
 
 import re
 from typing import Any, NamedTuple
@@ -93,22 +89,3 @@ def encode_prompt(
         device = next(text_encoder.parameters()).device
     outputs = text_encoder(input_ids=ids.to(device), output_hidden_states=True)
     return outputs.hidden_states[HIDDEN_STATE][:, start:]
-
-
-class PromptCrop:
-    """Crops the text model's output to the prompt; a postprocess function of FastVideo's `TextEncodingStage`.
-
-    The tokens in front of a prompt are the same for every prompt, so their number is found once, by the ids of the
-    header. The text model is causal: cropping its output to ``max_tokens`` equals cutting its input.
-
-    Raises:
-        ValueError: see `tokenize_prompt`.
-    """
-
-    def __init__(self, tokenizer: Any, max_tokens: int = MAX_PROMPT_TOKENS) -> None:
-        self.start = tokenize_prompt(tokenizer, "").start
-        self.stop = self.start + max_tokens
-
-    def __call__(self, outputs: Any, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states = outputs.hidden_states[HIDDEN_STATE]
-        return states[:, self.start : self.stop], attention_mask[:, self.start : self.stop]

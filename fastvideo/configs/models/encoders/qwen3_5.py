@@ -2,13 +2,11 @@
 """Configuration of PAN2's text encoder, the text part of Qwen3.5."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastvideo.configs.models.encoders.base import TextEncoderArchConfig, TextEncoderConfig
 
-# PAN2 sees at most 1536 tokens of a prompt; the system message and the headers in front of it take well below 256 more.
+# Tokens after the header in front of the prompt that PAN2 sees.
 MAX_PROMPT_TOKENS = 1536
-MAX_TEMPLATE_TOKENS = 256
 
 
 @dataclass
@@ -20,12 +18,8 @@ class Qwen3_5ArchConfig(TextEncoderArchConfig):
     hidden_size: int = 4096
     num_hidden_layers: int = 32
     num_attention_heads: int = 16
-    text_len: int = MAX_PROMPT_TOKENS + MAX_TEMPLATE_TOKENS
+    text_len: int = MAX_PROMPT_TOKENS
     output_hidden_states: bool = True
-    # What upstream's TextEncodingStage hands to `apply_chat_template`.
-    tokenizer_kwargs: dict[str, Any] = field(
-        default_factory=lambda: {"add_generation_prompt": True, "return_dict": True, "tokenize": True}
-    )
 
 
 @dataclass
