@@ -31,27 +31,19 @@ from wan22_vae_decode.geometry import UpBlockShape, video_frames
 
 
 class History:
-    """The last two inputs of every causal conv, by layer name.
-
-    A pass reads what the previous pass left and writes beside it; ``accepted`` is the state to go on from. Until
-    then the state that the pass started from is untouched, and the pass can be repeated from it.
-    """
+    """The last two inputs of every causal conv, by layer name: all that a pass leaves to the next."""
 
     prune = 0
     """Leading frames to drop after each conv: none, because the history makes all of them valid."""
 
-    def __init__(self, start: dict[str, base.History] | None = None) -> None:
-        self._start = start or {}
-        self._new: dict[str, base.History] = {}
+    def __init__(self) -> None:
+        self._layers: dict[str, base.History] = {}
 
     def take(self, layer: str) -> base.History | None:
-        return self._new.get(layer, self._start.get(layer))
+        return self._layers.get(layer)
 
     def keep(self, layer: str, history: base.History) -> None:
-        self._new[layer] = history
-
-    def accepted(self) -> dict[str, base.History]:
-        return self._start | self._new
+        self._layers[layer] = history
 
 
 class Window:

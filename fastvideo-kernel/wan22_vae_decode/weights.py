@@ -118,7 +118,10 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:
     """A cheap value that changes when a tensor is replaced, moved, retyped or written in place (``_version``)."""
-    return tuple((name, t.data_ptr(), t._version, t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())
+    return tuple(
+        (name, t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device, tuple(t.shape))
+        for name, t in tensors.items()
+    )
 
 
 def prepare(
@@ -178,9 +181,9 @@ class _Preparation:
             shortcut_bias = self.wide(f"{name}.conv_shortcut.bias")
         return Resnet(
             norm1=self.norm(f"{name}.norm1.gamma"),
-            conv1=self.conv(f"{name}.conv1", method1),
+            conv1=self.conv3d(f"{name}.conv1", method1),
             norm2=self.norm(f"{name}.norm2.gamma"),
-            conv2=self.conv(f"{name}.conv2", method2, extra_bias=shortcut_bias),
+            conv2=self.conv3d(f"{name}.conv2", method2, extra_bias=shortcut_bias),
             shortcut=shortcut,
         )
 
@@ -196,7 +199,11 @@ class _Preparation:
         bias = self.exact(self.wide("decoder.conv_out.bias"))
         return Head(self.norm("decoder.norm_out.gamma"), self.typed(weight), bias)
 
-    def conv(self, name: str, method: str = "direct", extra_bias: Tensor | None = None) -> Conv | WinogradConv:
+    def conv(self, name: str) -> Conv:
+        weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
+        return Conv(self.typed(weight), self.exact(self.wide(f"{name}.bias")))
+
+    def conv3d(self, name: str, method: str, extra_bias: Tensor | None = None) -> Conv | WinogradConv:
         weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
         bias = self.wide(f"{name}.bias")
         bias = self.exact(bias if extra_bias is None else bias + extra_bias)

@@ -7,9 +7,8 @@ number from 1.
 
 Causality. A causal conv with three temporal taps sees two earlier frames. They come from ``history``, which the op
 that builds the conv's input also returns anew; None stands for two frames of zeros (the start of the video). A
-history is the backend's own object: the graph keeps it under the layer's name, drops it, converts it with
-``cast_history``, and never looks inside. A backend must not write into a history that it was given: the caller may
-repeat the pass from it.
+history is the backend's own object: the graph keeps it under the layer's name and never looks inside. It must not
+share memory with the conv input, whose memory it would keep alive.
 
 Row halos. With several ranks each holds a band of rows. ``halo`` then carries one raw (not normalised) row of each
 neighbour, zeros at the edges of the image; None means that the band is the whole image and the conv pads with zeros
@@ -113,9 +112,16 @@ class Backend(ABC):
         rows = shape.rows + 2 * shape.row_halo
         return shape.batch * (shape.frames + 2) * rows * shape.cols * shape.c_in * self.dtype.itemsize
 
+    def with_dtype(self, dtype: torch.dtype) -> Backend:
+        """The same backend in another compute type, for the passes that fp16 cannot hold."""
+        return type(self)(self.device, dtype)
+
     @abstractmethod
     def workspace_bytes(self, op: str, shape: OpShape) -> int:
-        """The most temporary bytes that ``op`` (a method's name) holds beside its arguments and its result."""
+        """The most temporary bytes that ``op`` (a method's name) holds beside its arguments and its result.
+
+        A conv that is given ``out`` counts like one that is not.
+        """
 
     @abstractmethod
     def free_bytes(self) -> int | None:
@@ -128,10 +134,6 @@ class Backend(ABC):
     def nonfinite_flag(self) -> Tensor:
         """A zeroed int32 tensor [1]; ops set it to 1 when they meet NaN or infinity; it is read once a pass."""
         return torch.zeros(1, dtype=torch.int32, device=self.device)
-
-    def cast_history(self, history: History, dtype: torch.dtype) -> History:
-        """The same history in another compute type, for a pass that is repeated in it."""
-        return history.to(dtype)
 
     def history_bytes(self, shape: OpShape) -> int:
         """Bytes of the history that a 3x3x3 conv (or a time conv, without halo) leaves behind."""

@@ -6,6 +6,7 @@ Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from wan22_vae_decode import winograd
 from wan22_vae_decode.backends.base import Backend, Halo, OpShape
 from wan22_vae_decode.errors import OutOfMemoryError
+from wan22_vae_decode.geometry import OUT_CHANNELS
 from wan22_vae_decode.layers import (
     Attention,
     Conv,
@@ -23,6 +25,7 @@ from wan22_vae_decode.layers import (
     UpsampleConv,
     WinogradConv,
 )
+from wan22_vae_decode.weights import HEAD_CHANNELS
 
 
 class Padded(NamedTuple):
@@ -70,6 +73,34 @@ class TorchBackend(Backend):
         return "products" if self._upsample_products else "phases"
 
     def workspace_bytes(self, op: str, shape: OpShape) -> int:
+        batch, rows, cols, item = shape.batch, shape.rows + 2 * shape.row_halo, shape.cols, self.dtype.itemsize
+        wide = self._accumulator.itemsize
+        frame = batch * rows * cols
+        result = frame * shape.frames * shape.c_out * item
+        if op == "norm_silu_pad":
+            return 3 * frame * shape.c_in * wide
+        if op == "attention":
+            scores = batch * (rows * cols) ** 2
+            return frame * shape.c_in * (3 * item + 3 * max(item, wide)) + 3 * scores * wide
+        if op == "upsample_conv2x":
+            padded = batch * shape.frames * (rows + 2) * (cols + 2) * shape.c_in * item
+            products = 9 * frame * shape.frames * shape.c_out * wide + padded if self._upsample_products else 0
+            return padded + result + frame * shape.c_out * item + products
+        if op == "output_head":
+            taps = batch * shape.frames * (rows + 2) * (cols + 2) * HEAD_CHANNELS * item
+            return 2 * taps + 5 * frame * OUT_CHANNELS * wide
+        if op == "winograd_conv3d":
+            padded = batch * (shape.frames + 2) * (rows + 6) * (cols + 6)
+            components = padded * 9 // 4 * shape.c_in
+            products = padded * 9 // 4 * shape.c_out
+            return (
+                padded * shape.c_in * item
+                + 2 * components * wide
+                + 4 * components * item
+                + products * (item + 2 * wide)
+            )
+        if op in ("causal_conv3d", "time_double"):
+            return result
         return 0
 
     def free_bytes(self) -> int | None:
@@ -79,12 +110,15 @@ class TorchBackend(Backend):
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def reserve(self, nbytes: int) -> None:
-        if self.device.type != "cuda":
-            return
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"a pass needs {nbytes / 2**30:.2f} GiB, which {self.device} cannot give") from error
+        """Compares with the free memory; torch's allocator then finds room piece by piece."""
+        free = self.free_bytes()
+        if free is not None and nbytes > free:
+            raise OutOfMemoryError(
+                f"{nbytes / 2**30:.2f} GiB are needed and {self.device} has {free / 2**30:.2f} GiB free"
+            )
+
+    def with_dtype(self, dtype: torch.dtype) -> TorchBackend:
+        return TorchBackend(self.device, dtype, self._winograd_levels, self._upsample_products)
 
     # Inputs of causal convs
 
@@ -148,12 +182,15 @@ class TorchBackend(Backend):
         return F.linear(x, conv.weight, None if conv.bias is None else conv.bias.to(x.dtype))
 
     def attention(self, x: Tensor, weights: Attention, nonfinite: Tensor) -> Tensor:
-        y = self._rms_norm(x, weights.norm).to(x.dtype)
-        qkv = self.pointwise_conv(y, weights.qkv).flatten(2, 3)
-        _flag_nonfinite(qkv, nonfinite)
-        q, k, v = qkv.flatten(0, 1).unsqueeze(1).chunk(3, dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v)
-        return x + self.pointwise_conv(y.reshape(x.shape), weights.proj)
+        out = torch.empty_like(x)
+        for frame in range(x.shape[1]):
+            pixels = x[:, frame].flatten(1, 2)
+            qkv = self.pointwise_conv(self._rms_norm(pixels, weights.norm).to(x.dtype), weights.qkv)
+            _flag_nonfinite(qkv, nonfinite)
+            q, k, v = qkv.unsqueeze(1).chunk(3, dim=-1)
+            y = F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            out[:, frame] = (pixels + self.pointwise_conv(y, weights.proj)).view_as(out[:, frame])
+        return out
 
     def time_double(self, x: Padded, conv: Conv, out: Tensor) -> None:
         y = self._conv3d(x.tensor, conv.weight, conv.bias, padding=(0, 0, 0))
@@ -178,8 +215,9 @@ class TorchBackend(Backend):
                 target[:, frame] += shortcut[:, source].index_select(-1, channel[phase, row, col])
         return out
 
-    def _upsample_phases(self, padded: Tensor, up: UpsampleConv):
+    def _upsample_phases(self, padded: Tensor, up: UpsampleConv) -> Iterator[tuple[int, int, Tensor]]:
         """Four 2x2 convs at the low resolution, one per output phase."""
+        assert up.phases is not None
         rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
         for row in range(2):
             for col in range(2):
@@ -188,8 +226,9 @@ class TorchBackend(Backend):
                 y = F.conv2d(window.permute(0, 3, 1, 2), weight, up.bias.to(padded.dtype))
                 yield row, col, y.permute(0, 2, 3, 1)
 
-    def _upsample_products_form(self, padded: Tensor, up: UpsampleConv):
+    def _upsample_products_form(self, padded: Tensor, up: UpsampleConv) -> Iterator[tuple[int, int, Tensor]]:
         """Nine 1x1 products of differences; each output phase is the sum of four of them."""
+        assert up.products is not None
         rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
 
         def differences(x: Tensor, axis: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,13 +265,13 @@ class TorchBackend(Backend):
             target.copy_(pixels)
 
     def _conv3d(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int]) -> Tensor:
-        """A channels-last conv3d; torch sees channels-first views."""
+        """A conv3d of channels-last operands, seen by torch as channels-first views; any strides may come back."""
         bias = None if bias is None else bias.to(x.dtype)
         y = F.conv3d(x.permute(0, 4, 1, 2, 3), weight.permute(0, 4, 1, 2, 3), bias, padding=padding)
-        return y.permute(0, 2, 3, 4, 1).contiguous()
+        return y.permute(0, 2, 3, 4, 1)
 
 
-def _fill(padded: Padded, x: Tensor, halo: Halo | None, transform) -> None:
+def _fill(padded: Padded, x: Tensor, halo: Halo | None, transform: Callable[[Tensor], Tensor]) -> None:
     """Writes transform(x), and of the halo rows, behind the two history frames, one frame at a time."""
     for frame in range(x.shape[1]):
         target = padded.tensor[:, 2 + frame]
@@ -245,10 +284,10 @@ def _fill(padded: Padded, x: Tensor, halo: Halo | None, transform) -> None:
 
 
 def _finish(y: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """Adds the residual and hands the result over, in ``out`` if there is one."""
-    if residual is not None:
-        y += residual
-    return y if out is None else out.copy_(y)
+    """Adds the residual and hands the result over contiguous, in ``out`` if there is one."""
+    if out is not None:
+        return out.copy_(y) if residual is None else torch.add(y, residual, out=out)
+    return y.contiguous() if residual is None else y.add_(residual).contiguous()
 
 
 def _with_halo(x: Tensor, halo: Halo | None) -> Tensor:
@@ -256,7 +295,8 @@ def _with_halo(x: Tensor, halo: Halo | None) -> Tensor:
 
 
 def _flag_nonfinite(x: Tensor, nonfinite: Tensor) -> None:
-    nonfinite.logical_or_(~torch.isfinite(x).all())
+    """NaN and infinities survive in the extremes; unlike ``isfinite`` of every element these need no temporary."""
+    nonfinite.logical_or_(~torch.isfinite(torch.stack(torch.aminmax(x))).all())
 
 
 def _shortcut_channels(c_in: int, c_out: int, frames: int, frames_in: int, device: torch.device) -> Tensor:
