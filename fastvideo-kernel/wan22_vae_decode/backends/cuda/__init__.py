@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as our own CUDA kernels, built on first use (`wan22_vae_decode.jit`) and checked before they are trusted.
+
+What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16), and what bounds each kernel. A
+direct conv does 27 * C_in * 2 FLOP for every byte pair it moves, so only the convs are bound by arithmetic:
+
+    op                    level 0        level 1        level 2         level 3        bound
+    pixels a pass (F)     13.7 k (4)     110 k (8)      879 k (16)      3.51 M (16)
+    conv3d, each          0.78 TFLOP     6.2 TFLOP      12.4 (C 512)    12.4 (C 256)   tensor cores, 800 TFLOP/s
+    norm + SiLU + pad     85 MB          540 MB         2.1 GB          4.0 GB         copy rate, 4.2 TB/s
+    time conv             0.17 TFLOP     1.4 TFLOP      -               -              tensor cores
+    upsample phases       0.46 TFLOP     7.4 TFLOP      14.7 TFLOP      -              tensor cores
+    upsample combine      0.5 GB         3.8 GB         9.0 GB          -              copy rate
+    head GEMM + stencil   -              -              -               2.8 + 1.0 GB   copy rate
+
+Direct convs: 2.0 PFLOP for 121 frames, 2.5 s at 800 TFLOP/s; everything bound by memory adds up to about 0.2 s.
+"""
+
+import functools
+import os
+
+import torch
+
+from wan22_vae_decode import jit
+from wan22_vae_decode.backends.base import Backend
+from wan22_vae_decode.backends.cuda import library, selftest
+from wan22_vae_decode.backends.cuda.backend import CudaBackend
+from wan22_vae_decode.backends.cuda.kernels import Kernels
+from wan22_vae_decode.errors import BackendUnavailableError
+from wan22_vae_decode.jit.toolchain import driver_version, find_toolchain
+
+__all__ = ["CudaBackend", "create", "why_not"]
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why these kernels cannot run on `device` in `dtype`, or None. Builds nothing."""
+    if device.type != "cuda":
+        return f"the CUDA kernels need a CUDA device, not {device}"
+    if not torch.cuda.is_available():
+        return "no CUDA device is available"
+    if dtype not in library.ELEMENTS:
+        return f"the CUDA kernels compute in float16 or bfloat16, not {dtype}"
+    try:
+        arch = jit.arch_of(torch.cuda.get_device_capability(device))
+        library.recipe(arch)
+        find_toolchain(arch, driver_version())
+    except jit.BuildError as error:
+        return str(error)
+    return None
+
+
+def create(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The CUDA backend for a device and a compute type, after a build (first use) and a self-test (first use).
+
+    Raises BackendUnavailableError if the kernels cannot be built or do not compute what the torch ops compute.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    outcome = _create(index, dtype, os.environ.get("WAN22_VAE_DECODE_ARCH"))
+    if isinstance(outcome, str):
+        raise BackendUnavailableError(outcome)
+    return outcome
+
+
+@functools.cache
+def _create(index: int, dtype: torch.dtype, arch_override: str | None) -> CudaBackend | str:
+    # A failure is remembered too: trying again would build again.
+    device = torch.device("cuda", index)
+    try:
+        built = library.load(jit.arch_of(torch.cuda.get_device_capability(device)))
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        backend = CudaBackend(device, dtype, Kernels(built.launch, multiprocessors))
+        selftest.require(backend, built.folder)
+    except BackendUnavailableError as error:
+        return str(error)
+    return backend

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batched GEMM whose K runs over taps and channels, summed in fp32 in one go:
+//   d[l, m, n] = sum_{tap, c} a[l, m, tap, c] * b[l, n, tap, c] + bias[n] (+ residual[l, m, n])
+// Every operand has free strides in l, m (n) and tap, so the windows of a may overlap: with stride_tap = one frame it
+// is a causal temporal conv, with one tap a 1x1x1 conv, with 36 batches the products of F(4x4,3x3) Winograd. Tiled TMA
+// for both operands, persistent cooperative schedule. Bound: tensor cores; about 95 % of a cuBLAS matmul's rate.
+#include "sm90_gemm.cuh"
+//
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/dispatch_policy.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+
+struct TapGemmProblem {
+  int64_t a_stride_m, a_stride_tap, a_stride_batch;  // in elements, channels are contiguous
+  int64_t b_stride_n, b_stride_tap, b_stride_batch;
+  int64_t d_stride_m, d_stride_batch;  // of d and residual
+  int32_t m, n, channels, taps, batch;
+};
+
+namespace wan::sm90 {
+
+using TapStride = Stride<int64_t, Stride<_1, int64_t>, int64_t>;  // (M or N, (channel, tap), batch)
+using TapShape = Shape<int, int, Shape<int, int>, int>;
+
+template <int TileN>
+struct TapGemm {
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, TapStride, 8, Element, TapStride, 8, float,
+      Shape<Int<kTileM>, Int<TileN>, Shape<Int<kTileK>, _1>>, ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename Epilogue<TileN>::SharedStorage)>,
+      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+  static_assert(Mainloop::DispatchPolicy::Stages >= 4, "fewer than four stages leave the tensor cores waiting for TMA");
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, Epilogue<TileN>>;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+};
+
+template <int TileN>
+int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float* bias, const void* residual, void* d,
+             int device, cudaStream_t stream) {
+  using Gemm = typename TapGemm<TileN>::Gemm;
+  const TapStride stride_a{p.a_stride_m, {_1{}, p.a_stride_tap}, p.a_stride_batch};
+  const TapStride stride_b{p.b_stride_n, {_1{}, p.b_stride_tap}, p.b_stride_batch};
+  const StrideD stride_d{p.d_stride_m, _1{}, p.d_stride_batch};
+  typename Gemm::Arguments arguments{
+      cutlass::gemm::GemmUniversalMode::kGemm,
+      TapShape{p.m, p.n, make_shape(p.channels, p.taps), p.batch},
+      {static_cast<const Element*>(a), stride_a, static_cast<const Element*>(b), stride_b},
+      epilogue_arguments<TileN>(bias, residual, d, stride_d)};
+  return launch<Gemm>(arguments, "tap_gemm", device, stream);
+}
+
+}  // namespace wan::sm90
+
+WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const void* a, const void* b, const float* bias,
+                                        const void* residual, void* d, int tile_n, int device, cudaStream_t stream) {
+  const TapGemmProblem& p = *problem;
+  if (p.m < 1 || p.n < 1 || p.channels < 1 || p.taps < 1 || p.batch < 1) return wan::fail("tap_gemm: empty problem");
+  if (p.channels % 8 || p.n % 8) {
+    return wan::fail("tap_gemm: channels %d -> %d are not multiples of 8", p.channels, p.n);
+  }
+  // TMA reads even the stride of an extent of one. A stride of 0 repeats: one weight for all batches.
+  const int64_t strides[] = {p.a_stride_m,   p.a_stride_tap,   p.a_stride_batch, p.b_stride_n,
+                             p.b_stride_tap, p.b_stride_batch, p.d_stride_m,     p.d_stride_batch};
+  for (const int64_t stride : strides) {
+    if (stride < 0 || stride % 8)
+      return wan::fail("tap_gemm: stride %lld is not a multiple of 16 bytes", (long long)stride);
+  }
+  if (!wan::is_aligned16(a) || !wan::is_aligned16(b) || !wan::is_aligned16(bias) || !wan::is_aligned16(residual) ||
+      !wan::is_aligned16(d)) {
+    return wan::fail("tap_gemm: every pointer must be aligned to 16 bytes");
+  }
+  wan::DeviceGuard guard(device);
+  if (guard.check(device)) return 1;
+  switch (tile_n) {
+    case 128:
+      return wan::sm90::tap_gemm<128>(p, a, b, bias, residual, d, device, stream);
+    case 256:
+      return wan::sm90::tap_gemm<256>(p, a, b, bias, residual, d, device, stream);
+    default:
+      return wan::fail("tap_gemm: no tile of %d columns", tile_n);
+  }
+}

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a recipe with ninja into the cache, once for all processes, and refuses code that ptxas complains about."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from wan22_vae_decode.jit.cache import Entry, cache_folder
+from wan22_vae_decode.jit.errors import BuildError
+from wan22_vae_decode.jit.recipe import Recipe
+from wan22_vae_decode.jit.toolchain import Toolchain, driver_version, find_toolchain
+from wan22_vae_decode.log import logger
+
+LOG = "build.log"
+BYTES_PER_JOB = 4 << 30  # a CUTLASS unit takes about 3.5 GiB
+
+# wgmma serialised (C7510), register reallocation ignored (C7508): correct code at a fraction of the speed.
+_PTXAS_WARNING = re.compile(r"^.*\b(?:C7508|C7510)\b.*$", re.MULTILINE)
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_ERROR = re.compile(r"^.*(?:\berror\b|\bfatal\b|No such file|Killed|not found).*$", re.MULTILINE | re.IGNORECASE)
+
+
+def build(recipe: Recipe, toolchain: Toolchain | None = None) -> Path:
+    """Folder of the cache entry that holds `recipe.library` and its build log; compiles it if need be.
+
+    Safe for any number of processes at a time: one builds, the others wait for it, and if it fails they fail with the
+    same message. Raises BuildError with the path of the log and the first error.
+    """
+    started = time.time()
+    toolchain = toolchain or find_toolchain(recipe.arch, driver_version())
+    entry = Entry(cache_folder(), recipe.key(toolchain))
+    # A whole entry needs no lock, so a cache that cannot be written serves too.
+    if entry.defect() is None:
+        return entry.folder
+    with entry.locked():
+        defect = entry.defect()
+        if defect is None:
+            return entry.folder
+        failure = entry.failure_since(started)
+        if failure is not None:
+            raise BuildError(failure)
+        if defect != "absent":
+            logger.warning("rebuilding the kernel cache entry %s: %s", entry.folder, defect)
+        try:
+            _build_entry(recipe, toolchain, entry)
+        except BuildError as error:
+            entry.record_failure(str(error))
+            raise
+    return entry.folder
+
+
+def ptxas_complaint(log: str) -> str | None:
+    """The first line of a build log that tells of slow code (serialised wgmma, spilled registers), or None."""
+    warning = _PTXAS_WARNING.search(log)
+    if warning is not None:
+        return warning[0].strip()
+    for spill in _SPILL.finditer(log):
+        if spill[1] != "0" or spill[2] != "0":
+            return spill[0]
+    return None
+
+
+def _build_entry(recipe: Recipe, toolchain: Toolchain, entry: Entry) -> None:
+    started = time.monotonic()
+    version = ".".join(map(str, toolchain.nvcc.version))
+    logger.info("building %d CUDA units for %s with nvcc %s", len(recipe.units), recipe.arch, version)
+    with entry.filling() as folder:
+        (folder / "build.ninja").write_text(_ninja_file(recipe, toolchain))
+        status = _run([str(toolchain.ninja), "-v", "-j", str(_jobs())], folder)
+        log = (folder / LOG).read_text(errors="replace")
+        if status != 0:
+            first = _ERROR.search(log)
+            reason = first[0].strip() if first is not None else f"ninja returned {status}"
+            raise _failure(entry, folder, reason)
+        complaint = ptxas_complaint(log)
+        if complaint is not None:
+            raise _failure(entry, folder, f"ptxas: {complaint}")
+        for path in folder.iterdir():
+            if path.name not in (recipe.library, LOG):
+                path.unlink()
+        entry.publish(folder, [recipe.library, LOG], recipe.inputs(toolchain))
+    entry.log.unlink(missing_ok=True)
+    logger.info("built %s in %.0f s", entry.folder, time.monotonic() - started)
+
+
+def _failure(entry: Entry, folder: Path, reason: str) -> BuildError:
+    shutil.copyfile(folder / LOG, entry.log)
+    return BuildError(f"The CUDA kernels could not be built: {reason[:500]} (log: {entry.log}).")
+
+
+def _ninja_file(recipe: Recipe, toolchain: Toolchain) -> str:
+    lines = ["rule run", "  command = $run", "  description = $out"]
+    for unit in recipe.units:
+        lines += [f"build {unit.object}: run", f"  run = {_quoted(recipe.compile_command(unit, toolchain))}"]
+    objects = " ".join(unit.object for unit in recipe.units)
+    lines += [f"build {recipe.library}: run {objects}", f"  run = {_quoted(recipe.link_command(toolchain))}"]
+    return "\n".join([*lines, f"default {recipe.library}", ""])
+
+
+def _quoted(command: list[str]) -> str:
+    return shlex.join(command).replace("$", "$$")
+
+
+def _run(command: list[str], folder: Path) -> int:
+    with (folder / LOG).open("wb") as log:
+        # A session of its own, so that an interrupt here ends every compiler that ninja started.
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+
+
+def _jobs() -> int:
+    cores = len(os.sched_getaffinity(0))
+    if os.environ.get("MAX_JOBS"):
+        return max(1, int(os.environ["MAX_JOBS"]))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, free // BYTES_PER_JOB))
