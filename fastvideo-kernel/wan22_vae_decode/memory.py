@@ -51,9 +51,12 @@ class Extent:
         return self.world > 1
 
 
-def plans(frames: int, world: int = 1) -> list[Plan]:
-    """From passes of ``frames`` latent frames down to one, each with slabs from the usual size down to one."""
-    return [Plan(n, slab) for n in _halvings(frames) for slab in _halvings(min(n, DEFAULT_SLAB * world))]
+def plans(frames: int, world: int = 1, every: bool = False) -> list[Plan]:
+    """From passes of ``frames`` latent frames down to one, halving (or one by one, ``every``), each with slabs of the
+    usual size down to one.
+    """
+    sizes = range(frames, 0, -1) if every else _halvings(frames)
+    return [Plan(n, slab) for n in sizes for slab in _halvings(min(n, DEFAULT_SLAB * world))]
 
 
 def pass_bytes(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> int:

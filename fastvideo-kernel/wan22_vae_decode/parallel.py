@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism: who holds what, every exchange between the ranks, and how they agree.
+
+The prefix (up to the mid block's attention, which sees whole frames) is split by latent frames: each rank computes
+an interval of a pass from the latents, which all ranks hold, with six frames of context before it. One all-to-all
+then turns frames into row bands, on which the rest runs; before each 3x3 conv a band fetches one row from each
+neighbour. Passes with fewer than two frames a rank run the prefix on every rank and keep their rows.
+
+Agreement. Ranks talk over two groups of their own: data moves over one of the caller's kind (NCCL, gloo), decisions
+over a CPU group. A failure before the first exchange of a decode is told to everyone and raises ``PeerError`` on
+the healthy ranks. A failure in the middle of a pass is told at the pass's end; ranks that wait for data give up
+after the timeout. Either way every rank raises, and the groups are not used again.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan22_vae_decode.backends.base import Backend, Halo
+from wan22_vae_decode.errors import CommunicationError, DecodeError, InputError, PeerError
+from wan22_vae_decode.geometry import CONTEXT_FRAMES, Architecture, even_split
+from wan22_vae_decode.log import logger
+
+TIMEOUT_VARIABLE = "WAN22_VAE_DECODE_TIMEOUT"
+STATS_VARIABLE = "WAN22_VAE_DECODE_STATS"
+
+SETUP_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other while weights load and kernels build."""
+
+Message = tuple[Callable, Tensor, int]
+"""isend or irecv, a contiguous tensor, and the other rank."""
+
+
+@dataclass
+class Stats:
+    """Exchanges of one decode on this rank: how many of each kind, and the bytes that this rank sent."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.bytes[kind] = self.bytes.get(kind, 0) + nbytes
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {self.counts[kind]} ({self.bytes[kind]} bytes)" for kind in self.counts)
+        return kinds or "none"
+
+
+def frame_intervals(start: int, stop: int, world: int) -> list[tuple[int, int]] | None:
+    """Each rank's latent frames of a pass, or None if it has fewer than two a rank and everyone computes all."""
+    if stop - start < 2 * world:
+        return None
+    return [(start + a, start + b) for a, b in even_split(stop - start, world)]
+
+
+def window(start: int, stop: int) -> tuple[int, int, int]:
+    """The frames to compute so that ``start`` to ``stop`` come out right: first, last, and how many to drop afterwards.
+
+    Away from the clip's beginning the prefix itself drops its six frames of context (``graph.Window``).
+    """
+    first = max(0, start - CONTEXT_FRAMES)
+    return first, stop, start if first == 0 else 0
+
+
+class Communicator:
+    """The exchanges of one set of ranks.
+
+    Args:
+        group: the caller's group, or an object with ``device_group`` (FastVideo's coordinators).
+        timeout: seconds to wait for a rank in the middle of a decode.
+    """
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        group = getattr(group, "device_group", group)
+        ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self.world = len(ranks)
+        self.timeout = timedelta(seconds=timeout)
+        self.stats = Stats()
+        self.broken: str | None = None
+        self._ranks = ranks
+        self._data = _new_group(ranks, dist.get_backend(group), self.timeout)
+        self._control = _new_group(ranks, "gloo", SETUP_TIMEOUT)
+
+    # Agreement
+
+    def gather(self, value: Any, timeout: timedelta | None = None) -> list[Any]:
+        """Every rank's picklable value, over the CPU group; raises ``CommunicationError`` if a rank stays silent."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        wait = timeout or 2 * self.timeout
+        try:
+            size = torch.tensor([payload.numel()])
+            sizes = [torch.empty_like(size) for _ in range(self.world)]
+            dist.all_gather(sizes, size, group=self._control, async_op=True).wait(wait)
+            longest = int(max(sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: payload.numel()] = payload
+            parts = [torch.empty_like(padded) for _ in range(self.world)]
+            dist.all_gather(parts, padded, group=self._control, async_op=True).wait(wait)
+        except RuntimeError as error:
+            self.abort("a rank did not answer")
+            raise CommunicationError(f"a rank of the parallel decode did not answer within {wait}") from error
+        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
+
+    def together(self, action: Callable[[], Any], what: str, timeout: timedelta | None = None) -> Any:
+        """Runs ``action`` on every rank; if it fails anywhere, it fails everywhere: there with its own error,
+        elsewhere with ``PeerError``.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        reports = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}", timeout)
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise PeerError(f"rank {rank} failed to {what}, so no rank does ({report})")
+        return result
+
+    def agree(self, value: Any, what: str) -> None:
+        """Raises ``InputError`` on every rank unless all ranks have the same ``value``."""
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise InputError(f"the ranks must decode the same thing, but their {what} differ: {values}")
+
+    def finish_pass(self, failure: BaseException | None) -> None:
+        """Called by every rank at the end of a pass: raises everywhere if any rank failed in it."""
+        try:
+            reports = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        except CommunicationError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is None and all(report is None for report in reports):
+            return
+        rank = next(rank for rank, report in enumerate(reports) if report is not None)
+        self.abort(f"rank {rank} failed in a pass")
+        if failure is not None:
+            raise failure
+        raise CommunicationError(f"rank {rank} failed in the middle of a pass ({reports[rank]})")
+
+    def abort(self, reason: str) -> None:
+        """Gives the data group up, so that no kernel waits for a rank that will never answer."""
+        self.broken = reason
+        _forget(self)
+        abort = getattr(self._data, "abort", None)
+        if abort is not None and dist.get_backend(self._data) == "nccl":
+            abort()
+
+    # Exchanges
+
+    def frames_to_rows(
+        self, ops: Backend, x: Tensor, intervals: Sequence[tuple[int, int]], bands: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """The prefix transpose: [B, own frames, H, W, C] on every rank -> [B, all frames, own rows, W, C]."""
+        batch, frames, _, cols, channels = x.shape
+        counts = [stop - start for start, stop in intervals]
+        mine = bands[self.rank][1] - bands[self.rank][0]
+        sent = [batch * frames * (stop - start) * cols * channels for start, stop in bands]
+        received = [batch * count * mine * cols * channels for count in counts]
+        send = ops.split_rows(x, bands)
+        receive = send.new_empty(sum(received))
+        item = x.element_size()
+        work = dist.all_to_all_single(
+            receive.view(torch.uint8),
+            send.view(torch.uint8),
+            [n * item for n in received],
+            [n * item for n in sent],
+            group=self._data,
+            async_op=True,
+        )
+        self._wait([work])
+        self.stats.add("prefix", (sum(sent) - sent[self.rank]) * item)
+        return ops.join_frames(receive, counts, batch, mine, cols, channels)
+
+    def halo(self, ops: Backend, x: Tensor, layer: str) -> Halo:
+        """One row from each neighbour; zeros at the edges of the image."""
+        first, last = ops.edge_rows(x)
+        above = torch.empty_like(first) if self.rank > 0 else torch.zeros_like(first)
+        below = torch.empty_like(last) if self.rank < self.world - 1 else torch.zeros_like(last)
+        messages: list[Message] = []
+        sent = 0
+        for peer, outgoing, incoming in ((self.rank - 1, first, above), (self.rank + 1, last, below)):
+            if 0 <= peer < self.world:
+                messages += [(dist.isend, outgoing, peer), (dist.irecv, incoming, peer)]
+                sent += outgoing.numel() * outgoing.element_size()
+        self._exchange(messages)
+        self.stats.add("halo", sent)
+        return Halo(above, below)
+
+    def gather_rows(self, band: Tensor, video: Tensor, bands: Sequence[tuple[int, int]], to: int | None) -> None:
+        """Every rank's pixel rows to all ranks (``to`` None) or to one.
+
+        Args:
+            band: [B, 3, F, own rows, W], this rank's pixels.
+            video: [B, 3, F, rows, W]; other ranks' rows are filled in where this rank receives.
+            bands: pixel rows of each rank.
+            to: the receiving rank, or None.
+        """
+        receivers = range(self.world) if to is None else (to,)
+        own = band.contiguous()
+        messages: list[Message] = [(dist.isend, own, peer) for peer in receivers if peer != self.rank]
+        parts = []
+        if self.rank in receivers:
+            for peer, (start, stop) in enumerate(bands):
+                if peer != self.rank:
+                    part = own.new_empty(*own.shape[:3], stop - start, own.shape[4])
+                    messages.append((dist.irecv, part, peer))
+                    parts.append((start, stop, part))
+        self._exchange(messages)
+        self.stats.add("pixels", sum(own.numel() * own.element_size() for peer in receivers if peer != self.rank))
+        for start, stop, part in parts:
+            video[:, :, :, start:stop] = part
+
+    def reduce_flag(self, flag: Tensor) -> None:
+        """Sets the flag everywhere if it is set anywhere."""
+        self._wait([dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._data, async_op=True)])
+
+    def _exchange(self, messages: Sequence[Message]) -> None:
+        """Posts sends and receives of whole tensors with group ranks, as bytes, and waits for them."""
+        operations = [
+            dist.P2POp(kind, tensor.view(-1).view(torch.uint8), self._ranks[peer], self._data)
+            for kind, tensor, peer in messages
+        ]
+        if operations:
+            self._wait(dist.batch_isend_irecv(operations))
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        """On a GPU this orders streams only; on a CPU it waits, at most for the timeout."""
+        for work in works:
+            if dist.get_backend(self._data) == "nccl":
+                work.wait()
+                continue
+            try:
+                work.wait(self.timeout)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"a rank of the parallel decode fell silent for {self.timeout} in the middle of a pass"
+                ) from error
+
+
+def communicator(group: Any) -> Communicator | None:
+    """The communicator of a group, shared by its decoders; None for no group or a group of one."""
+    if group is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError("a group was given, but torch.distributed is not initialised; call init_process_group first")
+    ranks = tuple(dist.get_process_group_ranks(getattr(group, "device_group", group)))
+    if len(ranks) == 1:
+        return None
+    key = (ranks, dist.get_backend(getattr(group, "device_group", group)))
+    with _lock:
+        if key not in _communicators:
+            _communicators[key] = Communicator(group, _timeout())
+        return _communicators[key]
+
+
+def log_stats(comm: Communicator) -> None:
+    """One line with the decode's exchanges, if ``WAN22_VAE_DECODE_STATS=1``."""
+    if os.environ.get(STATS_VARIABLE) == "1":
+        logger.warning("rank %d of %d sent: %s", comm.rank, comm.world, comm.stats)
+
+
+def halo_bytes(
+    arch: Architecture, batch: int, level0_frames: int, level1_frames: int, level2_frames: int, cols: int, item: int
+) -> int:
+    """Bytes of all rows that a band sends to one neighbour in a pass with so many frames at each level's resnets.
+
+    Level 3 has as many frames as level 2; an upsampler works on its block's doubled frames.
+    """
+    c = arch.base
+    level0 = level0_frames * 8 * 4 * c + level1_frames * 4 * c
+    level1 = (level1_frames * 6 * 4 * c + level2_frames * 4 * c) * 2
+    level2 = level2_frames * (4 * c + 5 * 2 * c + 2 * c) * 4
+    level3 = level2_frames * (2 * c + 5 * c + c) * 8
+    return batch * cols * item * (level0 + level1 + level2 + level3)
+
+
+_communicators: dict[tuple, Communicator] = {}
+_lock = threading.Lock()
+
+
+def _forget(comm: Communicator) -> None:
+    with _lock:
+        for key, value in list(_communicators.items()):
+            if value is comm:
+                del _communicators[key]
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of our own, created by its members alone: what happens in it cannot disturb the caller's."""
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise DecodeError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
+    return seconds
