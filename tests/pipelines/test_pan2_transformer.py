@@ -324,7 +324,8 @@ def test_wrong_shapes_are_refused(change, message):
     ("change", "message"),
     [
         ({"rope_axes_dim": [4, 8, 8]}, "add up to attention_head_dim 16"),
-        ({"rope_axes_dim": [5, 7, 4]}, "three even numbers"),
+        ({"rope_axes_dim": [5, 7, 4]}, "must be even numbers"),
+        ({"rope_axes_dim": [8, 8]}, "three parts"),
         ({"in_channels": 12}, r"2 \* out_channels \+ 1"),
         ({"patch_size": [2, 2]}, r"three parts \(t, h, w\)"),
     ],

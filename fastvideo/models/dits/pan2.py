@@ -59,8 +59,8 @@ class TimeEmbedding(nn.Module):
         self.linear_1 = _linear(TIME_CHANNELS, width, config, f"{prefix}.linear_1")
         self.linear_2 = _linear(width, width, config, f"{prefix}.linear_2")
 
-    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
-        sinusoids = timestep_embedding(timestep, TIME_CHANNELS).to(self.linear_1.weight.dtype)
+    def forward(self, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        sinusoids = timestep_embedding(timestep, TIME_CHANNELS).to(dtype)
         hidden, _ = self.linear_1(sinusoids)
         embedding, _ = self.linear_2(F.silu(hidden))
         return embedding
@@ -339,7 +339,7 @@ class PAN2Transformer3DModel(BaseDiT):
         grid = self._token_grid(hidden_states)
         timestep = self._timestep_per_sample(timestep, batch)
 
-        activated_time = F.silu(self.time_embedder(timestep))
+        activated_time = F.silu(self.time_embedder(timestep, self.context_type_embedding.dtype))
         text = self._embed_text(encoder_hidden_states).expand(batch, -1, -1)
 
         # Padded to a multiple of the ranks; attention drops the padding, and so does the gather below.
@@ -364,7 +364,7 @@ class PAN2Transformer3DModel(BaseDiT):
                 f"PAN2's text states must be [batch, tokens, {width}] (text_embed_dim), got {tuple(states.shape)}"
             )
         norm, linear = self.context_embedder
-        text, _ = linear(norm(states.to(linear.weight.dtype)))
+        text, _ = linear(norm(states.to(self.context_type_embedding.dtype)))
         return self.context_refiner(text) + self.context_type_embedding
 
     def _rope(self, grid: tuple[int, int, int], device: torch.device) -> RotaryTable:

@@ -224,7 +224,7 @@ def _write_vae(folder: Path, seed: int, config: dict[str, Any]) -> None:
     _save(vae.state_dict(), folder / "diffusion_pytorch_model.safetensors")
 
 
-def _calibrate_encoder(vae: torch.nn.Module, generator: torch.Generator) -> None:
+def _calibrate_encoder(vae: Any, generator: torch.Generator) -> None:
     """Give the latents of smooth random images the mean and spread that the pipeline normalises by."""
     images = torch.randn(4, 3, 4, 4, generator=generator)
     images = torch.nn.functional.interpolate(images, size=(64, 64), mode="bicubic").tanh()
@@ -234,7 +234,7 @@ def _calibrate_encoder(vae: torch.nn.Module, generator: torch.Generator) -> None
     _rescale(vae.quant_conv, wanted_spread / spread, mean, wanted_mean)
 
 
-def _calibrate_decoder(vae: torch.nn.Module, generator: torch.Generator) -> None:
+def _calibrate_decoder(vae: Any, generator: torch.Generator) -> None:
     """Centre the pixels of random latents and let all but two percent of them lie inside of [-1, 1]."""
     shape = (1, vae.config.z_dim, 2, 4, 4)
     mean, std = (torch.tensor(part).view(1, -1, 1, 1, 1) for part in (vae.config.latents_mean, vae.config.latents_std))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of PAN2's diffusion transformer; the defaults are the released model's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,17 +53,11 @@ class PAN2ArchConfig(DiTArchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # JSON has lists only.
-        self.patch_size = tuple(self.patch_size)
-        self.rope_axes_dim = tuple(self.rope_axes_dim)
-        if len(self.patch_size) != 3:
-            raise ValueError(f"PAN2's patch_size must have the three parts (t, h, w), got {self.patch_size}")
-        if (
-            len(self.rope_axes_dim) != 3
-            or any(dim % 2 for dim in self.rope_axes_dim)
-            or sum(self.rope_axes_dim) != self.attention_head_dim
-        ):
+        self.patch_size = _three("patch_size", self.patch_size)
+        self.rope_axes_dim = _three("rope_axes_dim", self.rope_axes_dim)
+        if any(dim % 2 for dim in self.rope_axes_dim) or sum(self.rope_axes_dim) != self.attention_head_dim:
             raise ValueError(
-                f"PAN2's rope_axes_dim must be three even numbers that add up to attention_head_dim "
+                f"PAN2's rope_axes_dim must be even numbers that add up to attention_head_dim "
                 f"{self.attention_head_dim}, got {self.rope_axes_dim}"
             )
         if self.in_channels != 2 * self.out_channels + 1:
@@ -86,6 +81,13 @@ class PAN2ArchConfig(DiTArchConfig):
                 f"PAN2's {self.num_attention_heads} attention heads cannot be shared by {ranks} sequence-parallel "
                 f"ranks: use a number of GPUs (sp_size) that divides {self.num_attention_heads}"
             )
+
+
+def _three(name: str, values: Sequence[int]) -> tuple[int, int, int]:
+    if len(values) != 3:
+        raise ValueError(f"PAN2's {name} must have the three parts (t, h, w), got {list(values)}")
+    t, h, w = values
+    return t, h, w
 
 
 @dataclass
