@@ -53,7 +53,9 @@ def run_python() -> Run:
             [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=variables
         )
         if check and done.returncode:
-            raise AssertionError(f"{arguments} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+            raise AssertionError(
+                f"{arguments} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            )
         return done
 
     return run

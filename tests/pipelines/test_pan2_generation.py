@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole generations through FastVideo's own VideoGenerator: spawned workers, torchrun, ranks, seeds, guidance, images."""
+"""Whole generations through FastVideo's own VideoGenerator: workers, torchrun, ranks, seeds, guidance, images."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ REQUESTS = {
 
 def load(folder: Path, name: str, rank: int = 0) -> np.ndarray:
     return np.load(folder / f"{name}.rank{rank}.npy")
+
+
+def assert_same_frames(one: np.ndarray, other: np.ndarray) -> None:
+    """Equal up to the last bit: a matrix product over fewer tokens may round differently and tip a pixel over."""
+    difference = np.abs(one.astype(int) - other)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 0.02
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_torchrun_gives_the_frames_of_one_worker(ranks, one_worker, tmp_path, ru
     }
     run_ranks(ranks, scripts / "generate.py", tiny_checkpoint, tmp_path, "{}", json.dumps(requests))
     for name in ("plain", "odd"):
-        assert np.array_equal(load(tmp_path, name), load(one_worker, name)), name
+        assert_same_frames(load(tmp_path, name), load(one_worker, name))
     assert not list(tmp_path.glob("*.rank[1-9].npy")), "only the writer's rank returns pixels"
     assert [file.name for file in tmp_path.glob("*.mp4")] == ["video.mp4"]
 
@@ -104,7 +111,7 @@ def test_spawned_workers_give_the_frames_of_one(ranks, one_worker, tmp_path, run
     options = json.dumps({"num_gpus": ranks})
     run_python(scripts / "generate.py", tiny_checkpoint, tmp_path, options, json.dumps(requests))
     for name in requests:
-        assert np.array_equal(load(tmp_path, name), load(one_worker, name)), name
+        assert_same_frames(load(tmp_path, name), load(one_worker, name))
 
 
 def test_torchrun_refuses_another_number_of_gpus(tmp_path, run_ranks, scripts, tiny_checkpoint):
