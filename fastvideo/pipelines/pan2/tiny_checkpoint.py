@@ -173,7 +173,9 @@ def _write_text_encoder(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3_5TextModel(config)
-    model.bfloat16().save_pretrained(folder)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    _save(model.bfloat16().state_dict(), folder / "model.safetensors")
 
 
 def _write_tokenizer(folder: Path, seed: int) -> None:
