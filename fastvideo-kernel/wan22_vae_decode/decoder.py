@@ -264,8 +264,8 @@ class Decoder:
     def _needs(self, session: _Session, call: _Call, plan: memory.Plan) -> str:
         needed = memory.pass_bytes(session.ops, self.arch, self._extent(call), plan)
         free = session.ops.free_bytes()
-        have = "" if free is None else f", {memory.gib(free)} are free"
-        return f"a pass of {plan.frames} latent frames needs {memory.gib(needed)} on {self.device}{have}"
+        have = "" if free is None else f", {memory.readable(free)} are free"
+        return f"a pass of {plan.frames} latent frames needs {memory.readable(needed)} on {self.device}{have}"
 
     def _pass(self, session: _Session, call: _Call, interval: _Interval, pixels: Tensor) -> _Session:
         """One pass, repeated in bfloat16 if float16 could not hold it; returns the session to go on with."""

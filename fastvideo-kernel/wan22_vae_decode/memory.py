@@ -65,8 +65,9 @@ def pass_bytes(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> 
     return sum(layers) + max(layers) + max(live for _, live in steps(ops, arch, extent, plan))
 
 
-def gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def readable(nbytes: int) -> str:
+    """Bytes in the unit in which people think of them."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> Iterator[tuple[str, int]]:

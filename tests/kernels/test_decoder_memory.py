@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass never holds more than the documented formula, and passes shrink to what fits."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from wan22_vae_decode import Decoder, OutOfMemoryError, memory
+from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.geometry import Architecture
+
+CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that ops return and that are still alive; ``peak`` is the most after any op."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._live = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
+                storage = leaf.untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("frames_per_pass", "batch", "rows", "cols"), [(1, 1, 4, 6), (4, 1, 4, 6), (2, 2, 3, 5), (4, 1, 8, 12)]
+)
+def test_pass_holds_no_more_than_the_formula(dtype, frames_per_pass, batch, rows, cols, state_dict, latents):
+    ops = TorchBackend(CPU, dtype)
+    decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype=dtype, frames_per_pass=frames_per_pass)
+    frames = 2 * frames_per_pass + 1
+    z = latents(frames, rows, cols, batch).float()
+    plan = memory.plans(frames_per_pass)[0]
+    predicted = memory.pass_bytes(ops, decoder.arch, memory.Extent(batch, rows, rows, cols), plan)
+    with LiveBytes() as live:
+        video = decoder.decode(z)
+    held = live.peak - video.nbytes
+    assert held <= predicted
+    assert held >= 0.75 * predicted, f"the formula ({predicted}) is far above what was held ({held})"
+
+
+def test_documented_peak_at_704x1248():
+    """The README's figures for the reference ops in float16."""
+    ops = TorchBackend(CPU, torch.float16)
+    extent = memory.Extent(1, 44, 44, 78)
+    peak = memory.pass_bytes(ops, Architecture(), extent, memory.Plan(4, 2)) / 2**30
+    assert 9.5 < peak < 10.5
+    assert memory.pass_bytes(ops, Architecture(), extent, memory.Plan(1, 1)) / 2**30 < 7
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_band_needs_less_than_the_whole(world):
+    ops = TorchBackend(CPU, torch.float16)
+    plan = memory.Plan(4 * world, 2 * world)
+    whole = memory.pass_bytes(ops, Architecture(), memory.Extent(1, 44, 44, 78), plan)
+    rows = -(-44 // world)
+    band = memory.pass_bytes(ops, Architecture(), memory.Extent(1, rows, 44, 78, world), plan)
+    assert whole / world < band < 1.1 * whole / world + 2**30
+
+
+class Limited(TorchBackend):
+    """Reports a fixed amount of free memory."""
+
+    limit = 0
+
+    def free_bytes(self):
+        return self.limit
+
+
+@pytest.fixture
+def limited(state_dict):
+    def make(frames_per_pass, plan=None, extent=None):
+        ops = Limited(CPU, torch.float32)
+        decoder = Decoder.from_state_dict(state_dict, backend=ops, frames_per_pass=frames_per_pass)
+        ops.limit = 1 if plan is None else memory.pass_bytes(ops, decoder.arch, extent, plan)
+        return decoder
+
+    return make
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 5])
+def test_auto_takes_the_largest_pass_that_fits(fitting, limited, latents):
+    extent = memory.Extent(1, 2, 2, 3)
+    decoder = limited("auto", memory.Plan(fitting, 1), extent)
+    sizes = [item.shape[2] for item in decoder.stream(latents(7, 2, 3).float())]
+    assert sizes[0] == 4 * fitting - 3
+
+
+def test_pass_shrinks_with_one_line_that_says_what_fits(limited, latents, caplog):
+    from wan22_vae_decode import log
+
+    log.forget()
+    z = latents(9, 2, 3).float()
+    decoder = limited(4, memory.Plan(2, 1), memory.Extent(1, 2, 2, 3))
+    sizes = [item.shape[2] for item in decoder.stream(z)]
+    assert sizes == [5, 8, 8, 8, 4]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "a pass of 4 latent frames needs" in lines[0]
+    assert "using 2" in lines[0]
+
+
+def test_no_pass_fits(limited, latents):
+    with pytest.raises(OutOfMemoryError, match="a pass of 1 latent frames needs .* are free"):
+        limited(4).decode(latents(2, 2, 2).float())
+
+
+class Failing(TorchBackend):
+    """Runs out of memory in the head once, in the middle of a decode."""
+
+    heads = 0
+    fail_at = 2
+
+    def output_head(self, *args):
+        self.heads += 1
+        if self.heads == self.fail_at:
+            raise torch.OutOfMemoryError("no more memory")
+        super().output_head(*args)
+
+
+def test_running_out_in_a_pass_goes_on_with_a_smaller_one(state_dict, latents):
+    z = latents(9, 2, 2)
+    expected = Decoder.from_state_dict(state_dict, dtype="float64").decode(z, torch.float64)
+    ops = Failing(CPU, torch.float64)
+    decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float64", frames_per_pass=4)
+    video = decoder.decode(z, torch.float64)
+    assert ops.heads > ops.fail_at
+    assert (video - expected).abs().max() < 1e-13
