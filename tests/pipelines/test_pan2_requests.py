@@ -15,6 +15,7 @@ from fastvideo.pipelines.pan2.requests import check_output_path, check_request, 
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 GOOD = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 3, "seed": 0}
 
@@ -106,9 +107,8 @@ def test_unwritable_output_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint, tmp_path) -> Path:
-    """A copy of the tiny checkpoint's small files that a test may damage."""
-    ignore = shutil.ignore_patterns("*.safetensors")
-    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint", ignore=ignore))
+    """A copy of the tiny checkpoint that a test may damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
 def edit(file: Path, **changes) -> None:
@@ -145,6 +145,15 @@ def test_wrong_component_class_is_named(checkpoint, component):
 def test_wrong_text_encoder_is_named(checkpoint):
     edit(checkpoint / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
     with pytest.raises(ValueError, match=r"text_encoder of .* is a T5EncoderModel"):
+        check(checkpoint)
+
+
+def test_transformer_weights_are_compared_before_loading(checkpoint):
+    (weights,) = (checkpoint / "transformer").glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["stray.weight"] = tensors.pop("proj_out.bias")
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"missing: proj_out\.bias; unexpected: stray\.weight"):
         check(checkpoint)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastvideo.configs.models.dits.pan2 import PAN2ArchConfig
+from fastvideo.configs.models.dits.pan2 import PAN2ArchConfig, PAN2Config
+from fastvideo.models.dits import pan2_checkpoint
 
 # Component folder -> class names that FastVideo can load for PAN2, as written in its own config.
 COMPONENTS: dict[str, tuple[str, ...]] = {
@@ -72,13 +73,19 @@ def check_checkpoint(
             if found not in classes:
                 raise ValueError(f"{name} of {model_path} is a {found}: PAN2 needs {' or '.join(classes)}.")
         if name == "transformer":
-            check_transformer_config(config, sp_size)
+            check_transformer(folder, config, sp_size)
 
 
-def check_transformer_config(config: Mapping[str, Any], sp_size: int) -> None:
-    """Raises ValueError if the transformer's fields contradict each other or its heads do not divide over the ranks."""
+def check_transformer(folder: Path, config: Mapping[str, Any], sp_size: int) -> None:
+    """Checks the transformer's fields, its heads against the ranks, and every name and shape of its weights.
+
+    Raises:
+        ValueError: lists all that is wrong with the weights in one message.
+    """
     known = {field.name for field in dataclasses.fields(PAN2ArchConfig)}
-    PAN2ArchConfig(**{name: value for name, value in config.items() if name in known}).check_sequence_parallel(sp_size)
+    arch = PAN2ArchConfig(**{name: value for name, value in config.items() if name in known})
+    arch.check_sequence_parallel(sp_size)
+    pan2_checkpoint.check_checkpoint(folder, PAN2Config(arch_config=arch))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import sys
 
 import torch
 from fastvideo.configs.pipelines.pan2 import PAN2PipelineConfig
+from fastvideo.logger import init_logger
 from fastvideo.pipelines.pan2 import upstream
 from fastvideo.pipelines.pan2.presets import MODEL_FAMILY, PAN2_I2V, PAN2_T2V
 
 # `_class_name` of model_index.json or modular_model_index.json, in lower case as FastVideo's detectors see it.
 CHECKPOINT_CLASSES = ("pan2pipeline", "pan2modularpipeline")
 _registered = False
+logger = init_logger(__name__)
 
 
 def is_pan2(path_or_class: str) -> bool:
@@ -35,6 +37,7 @@ def register() -> None:
     upstream.check_names()
     _register_family()
     _register_vae()
+    _extend_wan_configs()
     _make_discoverable()
 
     from fastvideo.pipelines.pan2 import generator
@@ -72,6 +75,24 @@ def _register_vae() -> None:
     # register_model() warns about the replacement that is meant here.
     ModelRegistry.models.pop("AutoencoderKLWan", None)
     ModelRegistry.register_model("AutoencoderKLWan", AutoencoderKLWan)
+
+
+def _extend_wan_configs() -> None:
+    """Gives the stock Wan2.2 TI2V-5B family the decoder's switches, off by default, where it is already registered.
+
+    Registering a second time would lose to the first for local folders.
+    """
+    from fastvideo.configs.pipelines.wan import Wan2_2_TI2V_5B_Config
+    from fastvideo.configs.pipelines.wan22_decode import EXTENDED
+    from fastvideo.registry import _CONFIG_REGISTRY
+
+    for info in _CONFIG_REGISTRY.values():
+        if issubclass(info.pipeline_config_cls, Wan2_2_TI2V_5B_Config):
+            extended = EXTENDED.get(info.pipeline_config_cls)
+            if extended is None:
+                logger.info("%s keeps FastVideo's own VAE decode.", info.pipeline_config_cls.__name__)
+                continue
+            info.pipeline_config_cls = extended
 
 
 def _make_discoverable() -> None:
