@@ -17,6 +17,8 @@ from wan22_vae_decode.backends.cuda import heuristics, library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.selftest import Case
+from wan22_vae_decode.decoder import Decoder
+from wan22_vae_decode.errors import BackendUnavailableError
 
 ELEMENTS = {0: torch.float16, 1: torch.bfloat16, 2: torch.float32, 3: torch.uint8}
 CPU = torch.device("cpu")
@@ -151,6 +153,19 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
+class EmulatedBackend(CudaBackend):
+    """The CUDA backend without a driver to ask for memory."""
+
+    def with_dtype(self, dtype):
+        return EmulatedBackend(self.device, dtype, self.kernels)
+
+    def free_bytes(self):
+        return None
+
+    def reserve(self, nbytes):
+        pass
+
+
 @pytest.fixture
 def emulator():
     return Emulator()
@@ -158,7 +173,7 @@ def emulator():
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def backend(request, emulator):
-    return CudaBackend(CPU, request.param, Kernels(emulator, 132))
+    return EmulatedBackend(CPU, request.param, Kernels(emulator, 132))
 
 
 CASES = [
@@ -184,6 +199,24 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_host_side_computes_the_torch_op(backend, case):
     assert selftest.compare(backend, case) <= selftest.tolerance(case, backend.dtype)
+
+
+@pytest.mark.parametrize(("frames", "rows", "cols", "batch"), [(1, 1, 1, 1), (4, 3, 2, 2)])
+def test_a_whole_decode_follows_the_reference(backend, make_state_dict, latents, frames, rows, cols, batch):
+    state_dict = make_state_dict(latent=8)
+    inputs = latents(frames, rows, cols, batch, channels=8)
+    exact = Decoder.from_state_dict(state_dict, device="cpu", dtype=torch.float64, backend="torch").decode(inputs)
+    decoder = Decoder.from_state_dict(state_dict, device="cpu", dtype=backend.dtype, backend=backend, frames_per_pass=2)
+    # Dozens of layers round one after the other.
+    limit = {torch.float16: 1e-2, torch.bfloat16: 8e-2}[backend.dtype]
+    assert selftest.relative_error(decoder.decode(inputs), exact) < limit
+    other = Decoder.from_state_dict(state_dict, device="cpu", dtype=backend.dtype, backend=backend, frames_per_pass=3)
+    assert torch.equal(other.decode(inputs), decoder.decode(inputs))
+
+
+def test_widths_that_the_kernels_cannot_take_are_refused(backend, make_state_dict):
+    with pytest.raises(BackendUnavailableError, match="multiples of 8"):
+        Decoder.from_state_dict(make_state_dict(latent=4), device="cpu", dtype=backend.dtype, backend=backend)
 
 
 @pytest.mark.parametrize("op", ["upsample_conv2x", "output_head"])

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(256) norm_silu_pad_kernel(const __grid_constan
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = lane + 32 * v;
       const bool load = pixels[p].source != nullptr && vector < a.vectors;
-      data[p][v] = load ? pixels[p].source[vector] : make_uint4(0, 0, 0, 0);
+      data[p][v] = load ? __ldg(pixels[p].source + vector) : make_uint4(0, 0, 0, 0);
     }
     if (++column == a.columns) {
       column = 0;
@@ -143,12 +143,12 @@ __global__ void __launch_bounds__(256) norm_silu_pad_wide_kernel(const __grid_co
   const Pixel pixel = locate(a, frame, index / a.columns - frame * a.rows, index % a.columns);
   float sum = 0.0f;
   if (!pixel.raw) {
-    for (uint32_t v = lane; v < a.vectors; v += 32) sum += sum_of_squares<T>(pixel.source[v]);
+    for (uint32_t v = lane; v < a.vectors; v += 32) sum += sum_of_squares<T>(__ldg(pixel.source + v));
   }
   const float scale = inverse_norm(warp_sum(sum));
   uint4* y = static_cast<uint4*>(a.y) + int64_t(index) * a.vectors;
   for (uint32_t v = lane; v < a.vectors; v += 32) {
-    uint4 result = pixel.source != nullptr ? pixel.source[v] : make_uint4(0, 0, 0, 0);
+    uint4 result = pixel.source != nullptr ? __ldg(pixel.source + v) : make_uint4(0, 0, 0, 0);
     if (!pixel.raw) result = normalise<T, kSilu>(result, scale, a.gamma + 8 * v);
     y[v] = result;
     if (pixel.next != nullptr) pixel.next[v] = result;

@@ -6,6 +6,8 @@
 // part is [T, R, W, 112] dense, R = H or H + 2 with halo rows; video has free strides and adjacent columns. A block
 // stages a 32 x 8 tile with its rim in shared memory, a thread makes one pixel's 2 x 2 x 3 values. Bound: memory (part
 // read once, video written once); to be measured against the copy rate by benchmarks/ops.py.
+#include <cuda_pipeline_primitives.h>
+
 #include "launch.cuh"
 #include "vec8.cuh"
 
@@ -44,10 +46,19 @@ __device__ inline uint8_t to_pixel<uint8_t>(float value) {
   return static_cast<uint8_t>(__fmul_rn(__fadd_rn(__fmul_rn(clamped, 0.5f), 0.5f), 255.0f));
 }
 
-template <typename Out>
-struct alignas(2 * sizeof(Out)) PixelPair {
-  Out left, right;
-};
+// Two neighbouring pixels as one store.
+__device__ inline void store_pair(float* target, float left, float right) {
+  __stcs(reinterpret_cast<float2*>(target), make_float2(left, right));
+}
+__device__ inline void store_pair(__half* target, __half left, __half right) {
+  __stcs(reinterpret_cast<__half2*>(target), __halves2half2(left, right));
+}
+__device__ inline void store_pair(__nv_bfloat16* target, __nv_bfloat16 left, __nv_bfloat16 right) {
+  __stcs(reinterpret_cast<__nv_bfloat162*>(target), __halves2bfloat162(left, right));
+}
+__device__ inline void store_pair(uint8_t* target, uint8_t left, uint8_t right) {
+  __stcs(reinterpret_cast<uchar2*>(target), make_uchar2(left, right));
+}
 
 template <typename T, typename Out>
 __global__ void __launch_bounds__(kTileRows* kTileColumns) output_head_kernel(const __grid_constant__ HeadArguments a) {
@@ -61,9 +72,11 @@ __global__ void __launch_bounds__(kTileRows* kTileColumns) output_head_kernel(co
     const int row = first_row + pixel / kRimColumns - 1 + a.halo;  // of part
     const int column = first_column + pixel % kRimColumns - 1;
     const bool inside = row >= 0 && row < part_rows && column >= 0 && column < a.columns;
-    staged[pixel * kStagedVectors + vector] =
-        inside ? __ldg(part + (int64_t(row) * a.columns + column) * kPartVectors + vector) : make_uint4(0, 0, 0, 0);
+    const int64_t offset = inside ? (int64_t(row) * a.columns + column) * kPartVectors + vector : 0;
+    __pipeline_memcpy_async(staged + pixel * kStagedVectors + vector, part + offset, 16, inside ? 0 : 16);
   }
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
   __syncthreads();
 
   const int y = threadIdx.x / kTileColumns, x = threadIdx.x % kTileColumns;
@@ -96,13 +109,13 @@ __global__ void __launch_bounds__(kTileRows* kTileColumns) output_head_kernel(co
   for (int channel = 0; channel < 3; ++channel) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const PixelPair<Out> pair{to_pixel<Out>(values[4 * channel + q]), to_pixel<Out>(values[4 * channel + 2 + q])};
+      const Out left = to_pixel<Out>(values[4 * channel + q]), right = to_pixel<Out>(values[4 * channel + 2 + q]);
       Out* target = video + channel * a.stride_channel + q * a.stride_row;
       if (a.paired) {
-        *reinterpret_cast<PixelPair<Out>*>(target) = pair;
+        store_pair(target, left, right);
       } else {
-        target[0] = pair.left;
-        target[1] = pair.right;
+        target[0] = left;
+        target[1] = right;
       }
     }
   }
@@ -110,7 +123,7 @@ __global__ void __launch_bounds__(kTileRows* kTileColumns) output_head_kernel(co
 
 template <typename T, typename Out>
 int output_head(HeadArguments a, int frames, cudaStream_t stream) {
-  a.paired = reinterpret_cast<uintptr_t>(a.video) % sizeof(PixelPair<Out>) == 0 && a.stride_channel % 2 == 0 &&
+  a.paired = reinterpret_cast<uintptr_t>(a.video) % (2 * sizeof(Out)) == 0 && a.stride_channel % 2 == 0 &&
              a.stride_frame % 2 == 0 && a.stride_row % 2 == 0;
   auto kernel = output_head_kernel<T, Out>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagedBytes);

@@ -4,12 +4,13 @@
 // history and halo rows lie in x), y and residual dense. Implicit GEMM, M = pixels, K = taps x C_in: A through im2col
 // TMA, B through tiled TMA, persistent cooperative schedule. Bound: tensor cores; about 95 % of a cuBLAS matmul's rate.
 #include "sm90_gemm.cuh"
-//
+
+// CUTLASS's conv headers compile in this order only.
 #include "cutlass/conv/convolution.h"
-//
+
 #include "cutlass/conv/convnd_problem_shape.hpp"
 #include "cutlass/conv/dispatch_policy.hpp"
-//
+
 #include "cutlass/conv/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"

@@ -8,7 +8,8 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/kernel_hardware_info.hpp"
-// The two above must precede the collectives.
+
+// The collectives need the above.
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/operations.hpp"
 #include "launch.cuh"

@@ -5,7 +5,7 @@
 // is a causal temporal conv, with one tap a 1x1x1 conv, with 36 batches the products of F(4x4,3x3) Winograd. Tiled TMA
 // for both operands, persistent cooperative schedule. Bound: tensor cores; about 95 % of a cuBLAS matmul's rate.
 #include "sm90_gemm.cuh"
-//
+
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/dispatch_policy.hpp"

@@ -48,6 +48,10 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__(device, dtype)
         self.kernels = kernels
+        self._granted = 0
+
+    def with_dtype(self, dtype: torch.dtype) -> CudaBackend:
+        return CudaBackend(self.device, dtype, self.kernels)
 
     def with_tile(self, columns: int) -> CudaBackend:
         """The same ops on GEMM tiles of one fixed width, so that tests reach each width at any size."""
@@ -67,8 +71,7 @@ class CudaBackend(Backend):
         halo_pixels = (shape.rows + 2 * shape.row_halo) * shape.cols
         if op == "upsample_conv2x":
             padded = shape.batch * shape.frames * halo_pixels * shape.c_in * size if shape.row_halo else 0
-            # c_out counts the four phases.
-            frame = pixels * shape.c_out * size
+            frame = 4 * pixels * shape.c_out * size
             return padded + frame * heuristics.frames_per_slab(shape.frames, frame)
         if op == "output_head":
             frame = halo_pixels * HEAD_CHANNELS * size
@@ -89,10 +92,17 @@ class CudaBackend(Backend):
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def reserve(self, nbytes: int) -> None:
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        # In later passes of a decode the histories occupy part of what its first pass was granted; asking for one
+        # whole block again would double the pool.
+        if cached >= nbytes or (nbytes <= self._granted and 2 * cached >= nbytes):
+            return
         try:
+            # torch keeps the block and cuts the pass's tensors out of it.
             torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"a pass needs {nbytes / 2**30:.2f} GiB, which {self.device} cannot give") from error
+        self._granted = nbytes
 
     # Inputs of causal convs
 
@@ -253,6 +263,12 @@ class CudaBackend(Backend):
         return out
 
     def output_head(self, x: Padded, head: Head, out: Tensor, nonfinite: Tensor) -> None:
+        if out.dtype == torch.float64:
+            # The kernel writes no doubles; its fp32 sums lose nothing on the way.
+            video = torch.empty_like(out, dtype=torch.float32)
+            self.output_head(x, head, video, nonfinite)
+            out.copy_(video)
+            return
         batch, frames, rows, cols, channels = x.tensor.shape
         frames -= 2
         pixels = rows * cols

@@ -5,6 +5,7 @@
 comparison, on other shapes, serves the GPU tests and the benchmark.
 """
 
+import itertools
 import json
 import math
 import os
@@ -62,23 +63,26 @@ CASES = (
 
 
 def require(backend: CudaBackend, folder: Path) -> None:
-    """Runs CASES unless their good result for this card, driver and type lies in `folder`.
+    """Runs CASES in every compute type unless their good result for this card and driver lies in `folder`.
+
+    Every type, because a decode in float16 may have to go on in bfloat16.
 
     Raises BackendUnavailableError with the first op that differs.
     """
     card = torch.cuda.get_device_name(backend.device)
-    subject = f"{card} driver {driver_version()} torch {torch.__version__} {backend.dtype}"
+    subject = f"{card} driver {driver_version()} torch {torch.__version__}"
     record = folder / f"selftest-{re.sub('[^A-Za-z0-9.]+', '-', subject)}.json"
     if record.exists():
         return
-    for columns in heuristics.TILE_COST:
+    for dtype, columns in itertools.product(TOLERANCE, heuristics.TILE_COST):
+        variant = backend.with_dtype(dtype).with_tile(columns)
         for number, case in enumerate(CASES):
-            error = compare(backend.with_tile(columns), case, seed=number)
-            limit = tolerance(case, backend.dtype)
+            error = compare(variant, case, seed=number)
+            limit = tolerance(case, dtype)
             if not error <= limit:
                 raise BackendUnavailableError(
-                    f"The CUDA kernels disagree with the torch ops on this card ({case}, tile {columns}: relative error "
-                    f"{error:.2e}, allowed {limit:.0e}), so they are not used."
+                    f"The CUDA kernels disagree with the torch ops on this card ({case}, {dtype}, tile {columns}: "
+                    f"relative error {error:.2e}, allowed {limit:.0e}), so they are not used."
                 )
     logger.info("the CUDA kernels agree with the torch ops on %s", subject)
     partial = record.with_suffix(f".{os.getpid()}")
@@ -265,8 +269,8 @@ def _upsample_conv2x(case: Case, random: _Random) -> Run:
     halo = None if not case.halo else Halo(*(random(*x[:, :, :1].shape) for _ in range(2)))
 
     def run(ops: Backend, move: Move) -> Sequence[Tensor]:
-        moved = [_move_all(value, move) for value in (x, up, shortcut)]
-        return (ops.upsample_conv2x(*moved, skip, _move_all(halo, move)),)
+        source, layer, short, rim = (_move_all(value, move) for value in (x, up, shortcut, halo))
+        return (ops.upsample_conv2x(source, layer, short, skip, rim),)
 
     return run
 
@@ -282,7 +286,7 @@ def _output_head(case: Case, random: _Random) -> Run:
         padded, _ = ops.norm_silu_pad(move(x), layer.norm, _move_all(history, move), _move_all(halo, move), layer)
         flag = ops.nonfinite_flag()
         results = []
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8):
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8):
             shape = (case.batch, 3, case.frames + 1, 2 * case.rows, 2 * case.cols)
             video = torch.zeros(shape, dtype=dtype, device=ops.device)
             ops.output_head(padded, layer, video[:, :, 1:], flag)
