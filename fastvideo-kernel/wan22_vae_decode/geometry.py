@@ -75,11 +75,6 @@ def video_frames(start: int, stop: int) -> tuple[int, int]:
     return max(0, FRAMES_PER_LATENT * start - 3), FRAMES_PER_LATENT * stop - 3
 
 
-def passes(frames: int, per_pass: int) -> list[tuple[int, int]]:
-    """Intervals of at most ``per_pass`` latent frames that cover a clip."""
-    return [(start, min(start + per_pass, frames)) for start in range(0, frames, per_pass)]
-
-
 def row_bands(rows: int, world: int) -> list[tuple[int, int]]:
     """Latent rows of each rank: as even as possible, inner edges on even rows when there are two rows a rank.
 

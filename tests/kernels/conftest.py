@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+
 from wan22_vae_decode import geometry, weights
 
 BASE, LATENT = 8, 4

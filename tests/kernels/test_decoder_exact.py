@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph computes what the reference VAE computes, whatever the geometry, the pass size and the form of the convs."""
+"""The graph computes what the reference VAE computes, whatever the geometry, the pass size and the form of the
+convs.
+"""
 
 import pytest
 import torch
+
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
 

@@ -6,6 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
 from wan22_vae_decode import Decoder, OutOfMemoryError, memory
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
@@ -22,7 +23,9 @@ class LiveBytes(TorchDispatchMode):
         self._live = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        known = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
