@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> None:
-    """Runs FastVideo's generator for both workloads and prints what each stage took."""
+def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> dict[str, Any]:
+    """Runs FastVideo's generator for both workloads, prints what each stage took, and returns the results by name."""
     from fastvideo.entrypoints.video_generator import VideoGenerator
     from fastvideo.pipelines.pan2.tiny_checkpoint import write_tiny_checkpoint
     from rich.console import Console
@@ -126,6 +126,7 @@ def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> No
     console.print(stage_table(results))
     for name in results:
         console.print(f"{arguments.out / name}.mp4, contact sheet {arguments.out / name}.png")
+    return results
 
 
 def sample_photograph() -> Path:
