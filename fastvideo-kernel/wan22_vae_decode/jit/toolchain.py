@@ -17,6 +17,8 @@ from wan22_vae_decode.jit.errors import BuildError
 
 Version = tuple[int, int]
 
+SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
+
 
 @dataclass(frozen=True)
 class Nvcc:
@@ -114,8 +116,12 @@ def _nvcc_candidates() -> Iterator[Path]:
     on_path = shutil.which("nvcc")
     if on_path:
         yield Path(on_path)
-    if Path("/usr/local/cuda/bin/nvcc").exists():
-        yield Path("/usr/local/cuda/bin/nvcc")
+    if SYSTEM_NVCC.exists():
+        yield SYSTEM_NVCC
+    yield from _packaged_nvcc()
+
+
+def _packaged_nvcc() -> Iterator[Path]:
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec is not None else []:
         yield from sorted(Path(root).glob("*/bin/nvcc"))

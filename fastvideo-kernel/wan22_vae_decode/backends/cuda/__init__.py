@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as our own CUDA kernels, built on first use (`wan22_vae_decode.jit`) and checked before they are trusted.
 
-What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16), and what bounds each kernel. A
-direct conv does 27 * C_in * 2 FLOP for every byte pair it moves, so only the convs are bound by arithmetic:
+What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16), and what bounds each op:
 
-    op                    level 0        level 1        level 2         level 3        bound
-    pixels a pass (F)     13.7 k (4)     110 k (8)      879 k (16)      3.51 M (16)
-    conv3d, each          0.78 TFLOP     6.2 TFLOP      12.4 (C 512)    12.4 (C 256)   tensor cores, 800 TFLOP/s
-    norm + SiLU + pad     85 MB          540 MB         2.1 GB          4.0 GB         copy rate, 4.2 TB/s
-    time conv             0.17 TFLOP     1.4 TFLOP      -               -              tensor cores
-    upsample phases       0.46 TFLOP     7.4 TFLOP      14.7 TFLOP      -              tensor cores
-    upsample combine      0.5 GB         3.8 GB         9.0 GB          -              copy rate
-    head GEMM + stencil   -              -              -               2.8 + 1.0 GB   copy rate
+    op                  level 0        level 1        level 2         level 3         bound
+    pixels (F)          13.7 k (4)     110 k (8)      879 k (16)      3.51 M (16)
+    conv3d, each        0.78 TFLOP     6.2 TFLOP      12.4 (C 512)    12.4 (C 256)    tensor cores, 800 TFLOP/s
+    norm + SiLU + pad   0.1 GB         0.6 GB         2.1 GB          4.3 GB          memory, 4.2 TB/s
+    time conv           0.17 TFLOP     1.4 TFLOP      -               -               tensor cores
+    upsample phases     0.9 TFLOP      7.4 TFLOP      7.4 TFLOP       -               tensor cores
+    upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory
+    head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
-Direct convs: 2.0 PFLOP for 121 frames, 2.5 s at 800 TFLOP/s; everything bound by memory adds up to about 0.2 s.
+121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s; everything bound by memory about 0.2 s.
 """
 
 import functools
