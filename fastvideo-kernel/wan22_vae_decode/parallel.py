@@ -137,20 +137,23 @@ class Communicator:
             raise InputError(f"the ranks must decode the same thing, but their {what} differ: {values}")
 
     def finish_pass(self, failure: BaseException | None) -> None:
-        """Called by every rank at the end of a pass: raises everywhere if any rank failed in it."""
+        """Called by every rank at the end of a part of a pass: raises everywhere if any rank failed in it."""
+        waiting = isinstance(failure, CommunicationError)
         try:
-            reports = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+            reports = self.gather(None if failure is None else (waiting, f"{type(failure).__name__}: {failure}"))
         except CommunicationError:
             if failure is not None:
                 raise failure from None
             raise
-        if failure is None and all(report is None for report in reports):
+        failed = [(report[0], rank, report[1]) for rank, report in enumerate(reports) if report is not None]
+        if not failed:
             return
-        rank = next(rank for rank, report in enumerate(reports) if report is not None)
-        self.abort(f"rank {rank} failed in a pass")
-        if failure is not None:
+        # A rank that only waited in vain is not the cause if another one knows better.
+        _, rank, text = min(failed)
+        self.abort(f"rank {rank} failed in the middle of a pass")
+        if failure is not None and not waiting:
             raise failure
-        raise CommunicationError(f"rank {rank} failed in the middle of a pass ({reports[rank]})")
+        raise CommunicationError(f"rank {rank} failed in the middle of a pass ({text})") from failure
 
     def abort(self, reason: str) -> None:
         """Gives the data group up, so that no kernel waits for a rank that will never answer."""

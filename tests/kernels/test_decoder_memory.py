@@ -116,7 +116,7 @@ def test_pass_shrinks_with_one_line_that_says_what_fits(limited, latents, caplog
 
 
 def test_no_pass_fits(limited, latents):
-    with pytest.raises(OutOfMemoryError, match="a pass of 1 latent frames needs .* are free"):
+    with pytest.raises(OutOfMemoryError, match=r"a pass of 1 latent frames needs .* are free"):
         limited(4).decode(latents(2, 2, 2).float())
 
 

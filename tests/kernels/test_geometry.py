@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames of passes and rows of bands."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_passes_cover_the_video(frames, per_pass):
     pixels = [geometry.video_frames(*interval) for interval in intervals]
     assert pixels[0][0] == 0
     assert pixels[-1][1] == 4 * frames - 3
-    assert all(a[1] == b[0] for a, b in zip(pixels, pixels[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(pixels))
 
 
 @given(st.integers(1, 8), st.integers(0, 120))
@@ -32,7 +34,7 @@ def test_bands_cover_the_rows_evenly(world, extra):
     assert len(bands) == world
     assert bands[0][0] == 0
     assert bands[-1][1] == rows
-    assert all(a[1] == b[0] for a, b in zip(bands, bands[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bands))
     sizes = [stop - start for start, stop in bands]
     assert min(sizes) >= 1
     even = rows >= 2 * world

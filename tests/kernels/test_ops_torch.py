@@ -198,7 +198,7 @@ def test_upsample_conv2x(size, factor, skip, shortcut_channels, halo, products):
     shortcut = draw(*size, shortcut_channels)
     x = draw(batch, factor * frames - skip, rows, cols, c)
     weight, bias = draw(c, c, 3, 3), draw(c)
-    edge = x.shape[:2] + (1, cols, c)
+    edge = (*x.shape[:2], 1, cols, c)
     neighbours = Halo(draw(*edge), draw(*edge)) if halo else None
     whole = x if neighbours is None else torch.cat([neighbours.above, x, neighbours.below], dim=2)
     enlarged = F.interpolate(whole.flatten(0, 1).movedim(-1, 1), scale_factor=2)

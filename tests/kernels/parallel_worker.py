@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of ``test_parallel_decode``: runs every scenario and writes what it saw as JSON.
+
+    python parallel_worker.py SCENARIO FOLDER        with RANK and WORLD_SIZE set
+
+The state dict comes from FOLDER; results go to FOLDER/rank<r>.json. A process of its own for each rank, because
+ranks share nothing.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from wan22_vae_decode import BackendUnavailableError, Decoder, backends, memory, parallel
+from wan22_vae_decode.backends.torch import TorchBackend
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CPU = torch.device("cpu")
+
+
+def latents(frames, rows, cols=2, batch=1, scale=1.0):
+    generator = torch.Generator().manual_seed(frames + 100 * rows)
+    return scale * torch.randn(batch, 4, frames, rows, cols, generator=generator)
+
+
+def outcome(action):
+    """What a call did: its error's class and text, or the text "done"; and how long it took."""
+    start = time.monotonic()
+    try:
+        action()
+        error, text = "done", ""
+    except Exception as failure:
+        error, text = type(failure).__name__, str(failure)
+    return {"error": error, "text": text, "seconds": time.monotonic() - start}
+
+
+class Lines(logging.Handler):
+    """Keeps the package's log lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def take(self):
+        taken, self.lines = self.lines, []
+        return taken
+
+
+class Limited(TorchBackend):
+    limit = None
+
+    def free_bytes(self):
+        return self.limit
+
+
+class Kernels(TorchBackend):
+    """Stands for kernels that only some ranks have."""
+
+    name = "cuda"
+
+
+class Faulty(TorchBackend):
+    """Fails in the middle of the graph after some calls."""
+
+    calls = 0
+    fail_at = -1
+
+    def time_double(self, *args):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise RuntimeError("injected fault")
+        super().time_double(*args)
+
+
+class Ranks:
+    """Both decoders of a scenario: of all ranks, and of one."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.lines = Lines()
+        logging.getLogger("wan22_vae_decode").addHandler(self.lines)
+
+    def together(self, **options):
+        return Decoder.from_state_dict(self.tensors, group=dist.group.WORLD, **options)
+
+    def alone(self, z, out_dtype=torch.float32, **options):
+        """The video of one rank: rank 0 decodes it, everybody gets it."""
+        video = [Decoder.from_state_dict(self.tensors, **options).decode(z, out_dtype) if RANK == 0 else None]
+        dist.broadcast_object_list(video, src=0)
+        return video[0]
+
+
+def equality(ranks):
+    """Videos of all ranks against one rank's, and what was sent for them."""
+    seen = []
+    cases = [
+        # frames, rows, batch, frames_per_pass
+        (1, 2 * WORLD + 1, 1, 4),
+        (2 * WORLD + 2, WORLD, 1, 2),
+        (2 * WORLD + 1, 2 * WORLD, 2, 1),
+        (min(8 + 2 * WORLD, 20), WORLD + 1, 1, 2),
+    ]
+    for frames, rows, batch, per_pass in cases:
+        z = latents(frames, rows, batch=batch)
+        decoder = ranks.together(dtype="float32", frames_per_pass=per_pass)
+        video = decoder.decode(z)
+        expected = ranks.alone(z, dtype="float32", frames_per_pass=per_pass)
+        stats = decoder.stats
+        seen.append(
+            {
+                "case": [frames, rows, batch, per_pass],
+                "error": (video - expected).abs().max().item(),
+                "range": expected.abs().max().item(),
+                "counts": stats.counts,
+                "bytes": stats.bytes,
+            }
+        )
+    return seen
+
+
+def outputs(ranks):
+    """Other types, one receiver, streaming, float16, Winograd tiles."""
+    z = latents(3, 2 * WORLD + 2)
+    decoder = ranks.together(dtype="float32")
+    expected = ranks.alone(z, dtype="float32")
+    last = decoder.decode(z, to=WORLD - 1)
+    items = list(decoder.stream(z, torch.uint8))
+    pixels = ranks.alone(z, torch.uint8, dtype="float32")
+    steps = (torch.cat(items, dim=2).int() - pixels.int()).abs().max().item()
+    half = ranks.together(dtype="float16").decode(z) - ranks.alone(z, dtype="float16")
+    options = {"winograd_levels": (0, 1, 2, 3)}
+    tiles = ranks.together(backend=TorchBackend(CPU, torch.float32, **options), dtype="float32").decode(z)
+    one_tiles = ranks.alone(z, backend=TorchBackend(CPU, torch.float32, **options), dtype="float32")
+    return {
+        "shape_of_last": list(last.shape),
+        "error_of_last": (last - expected).abs().max().item() if last.numel() else None,
+        "items": [item.shape[2] for item in items],
+        "steps": steps,
+        "half_psnr": -10 * (half.square().mean() / 4).clamp_min(1e-20).log10().item(),
+        "winograd_error": (tiles - one_tiles).abs().max().item(),
+    }
+
+
+def agreement(ranks):
+    """Failures of one rank before anything is exchanged."""
+    z = latents(2, WORLD + 1)
+    seen = {}
+    broken = dict(ranks.tensors)
+    if RANK == 1:
+        del broken["decoder.conv_in.bias"]
+    seen["weights"] = outcome(lambda: Decoder.from_state_dict(broken, group=dist.group.WORLD))
+    seen["options"] = outcome(lambda: ranks.together(frames_per_pass=1 + RANK))
+
+    original = backends.create
+
+    def create(name, device, dtype):
+        if name != "cuda":
+            return original(name, device, dtype)
+        if RANK == 1:
+            raise BackendUnavailableError("no kernels on this rank")
+        return Kernels(device, dtype)
+
+    backends.create = create
+    ranks.lines.take()
+    chosen = ranks.together()
+    seen["mixed backend"] = chosen.backend
+    seen["mixed lines"] = ranks.lines.take()
+    seen["named backend"] = outcome(lambda: ranks.together(backend="cuda"))
+    backends.create = original
+
+    decoder = ranks.together(dtype="float32")
+    bad = torch.zeros(1, 5, 2, WORLD + 1, 2) if RANK == 0 else z
+    seen["latents"] = outcome(lambda: decoder.decode(bad))
+    other = latents(2 + RANK, WORLD + 1)
+    seen["shapes"] = outcome(lambda: decoder.decode(other))
+    seen["too few rows"] = outcome(lambda: decoder.decode(latents(1, WORLD - 1)))
+    seen["rank out of range"] = outcome(lambda: decoder.decode(z, to=WORLD))
+    seen["afterwards"] = (decoder.decode(z) - ranks.alone(z, dtype="float32")).abs().max().item()
+    return seen
+
+
+def shrinking(ranks):
+    """One rank has less memory than the others."""
+    z = latents(2 * WORLD + 1, 2 * WORLD)
+    ops = Limited(CPU, torch.float32)
+    decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=2)
+    if RANK == WORLD - 1:
+        extent = memory.Extent(1, 2, 2 * WORLD, 2, WORLD)
+        ops.limit = memory.pass_bytes(ops, decoder.arch, extent, memory.Plan(WORLD, 1))
+    items = list(decoder.stream(z))
+    expected = ranks.alone(z, dtype="float32")
+    result = {
+        "items": [item.shape[2] for item in items],
+        "error": (torch.cat(items, dim=2) - expected).abs().max().item(),
+    }
+    if RANK == WORLD - 1:
+        ops.limit = 1
+    result["hopeless"] = outcome(lambda: decoder.decode(z))
+    return result
+
+
+def overflow(ranks):
+    """The guard's flag is shared: every rank goes on in bfloat16 from the same pass."""
+    tensors = dict(ranks.tensors)
+    tensors["decoder.conv_in.weight"] = 3000 * tensors["decoder.conv_in.weight"]
+    loud = Ranks(tensors)
+    z = latents(2 * WORLD + 2, WORLD)
+    z[:, :, -1] *= 100
+    ranks.lines.take()
+    video = loud.together(dtype="float16", frames_per_pass=1).decode(z)
+    lines = ranks.lines.take()
+    expected = loud.together(dtype="bfloat16", frames_per_pass=1).decode(z)
+    seam = 8 * WORLD - 3
+    return {
+        "lines": lines,
+        "equal": torch.equal(video[:, :, seam:], expected[:, :, seam:]),
+        "differs before": not torch.equal(video[:, :, :seam], expected[:, :, :seam]),
+    }
+
+
+def impatient():
+    """From here on, decoders wait for a silent rank only as long as the test can."""
+    os.environ[parallel.TIMEOUT_VARIABLE] = os.environ["FAULT_TIMEOUT"]
+    parallel._communicators.clear()
+
+
+def fault(ranks):
+    """A rank fails in the middle of the second pass, while its neighbours wait for its rows."""
+    impatient()
+    z = latents(2 * WORLD, WORLD)
+    ops = Faulty(CPU, torch.float32)
+    decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=1)
+    if RANK == 1:
+        ops.fail_at = 3
+    seen = {"fault": outcome(lambda: decoder.decode(z))}
+    seen["again"] = outcome(lambda: decoder.decode(z))
+    seen["why_not"] = decoder.why_not(z)
+    fresh = ranks.together(dtype="float32", frames_per_pass=1)
+    seen["fresh decoder"] = (fresh.decode(z) - ranks.alone(z, dtype="float32")).abs().max().item()
+    return seen
+
+
+def vanish(ranks):
+    """A rank's process ends in the middle of a pass."""
+    impatient()
+    ops = Faulty(CPU, torch.float32)
+    decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=1)
+    if RANK == 1:
+        ops.time_double = lambda *args: os._exit(0)
+    return outcome(lambda: decoder.decode(latents(3, WORLD)))
+
+
+def once(ranks):
+    """One decode, for what it logs."""
+    ranks.together(dtype="float32").decode(latents(1, WORLD))
+    print("\n".join(ranks.lines.take()), flush=True)
+
+
+SCENARIOS = {
+    "once": (once,),
+    "all": (equality, outputs, agreement, shrinking, overflow, fault),
+    "vanish": (vanish,),
+}
+
+
+def main():
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=RANK, world_size=WORLD)
+    ranks = Ranks(torch.load(folder / "weights.pt"))
+    seen = {}
+    for part in SCENARIOS[scenario]:
+        start = time.monotonic()
+        seen[part.__name__] = part(ranks)
+        print(RANK, part.__name__, round(time.monotonic() - start, 1), flush=True)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+    # A broken group's threads would wait for their timeouts at a regular exit.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
