@@ -109,7 +109,15 @@ class Decoder:
                 log.once(f"the ranks have different backends {names}; all of them use torch")
                 ops = setup(lambda: backends.create("torch", ops.device, ops.dtype), "start the torch backend")
             comm.agree((arch, ops.dtype, per_pass), "architecture, type and frames_per_pass")
-        prepared = setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
+        try:
+            prepared = setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
+        except BackendUnavailableError as error:
+            # A backend may find that it cannot take these widths; all ranks find the same.
+            if backend != "auto":
+                raise
+            log.once(f"decoding with torch instead of the {ops.name} kernels: {error}")
+            ops = setup(lambda: backends.create("torch", ops.device, ops.dtype), "start the torch backend")
+            prepared = setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
         return cls(tensors, arch, ops, prepared, per_pass, comm)
 
     @property
@@ -218,21 +226,34 @@ class Decoder:
         while start < frames:
             plans = self._reserve(session, call, plans)
             interval = _Interval(start, min(start + plans[0].frames, frames), plans[0].slab)
-            try:
-                pixels = self._pixels(call, interval, video)
-                session = self._pass(session, call, interval, pixels)
-            except torch.OutOfMemoryError as error:
-                # With a group the other ranks have moved on; alone, the pass can be cut smaller and begun again.
-                if self._comm is not None or len(plans) == 1:
-                    raise OutOfMemoryError(self._needs(session, call, plans[0])) from error
-                log.once(f"{self._needs(session, call, plans[0])}; trying {plans[1].frames} at a time")
+            pixels = self._pixels(call, interval, video)
+            finished = self._finished(session, call, interval, pixels, plans)
+            if finished is None:
                 plans = plans[1:]
                 session = self._replayed(session, call, session.ops, session.graph.weights, session.guarded)
                 continue
+            session = finished
             yield pixels
             start = interval.stop
         if self._comm is not None:
             parallel.log_stats(self._comm)
+
+    def _finished(
+        self, session: _Session, call: _Call, interval: _Interval, pixels: Tensor, plans: list[memory.Plan]
+    ) -> _Session | None:
+        """The session after a pass, or None if memory ran out in it and a smaller pass remains to be tried.
+
+        With a group nothing is tried again: the other ranks have moved on.
+        """
+        try:
+            return self._pass(session, call, interval, pixels)
+        except torch.OutOfMemoryError as error:
+            needs = self._needs(session, call, plans[0])
+            if self._comm is not None or len(plans) == 1:
+                raise OutOfMemoryError(needs) from error
+            log.once(f"{needs}; trying {plans[1].frames} in slabs of {plans[1].slab}", key=f"retry {plans[:2]}")
+        # Not inside the handler: the traceback would keep the failed pass's tensors alive.
+        return None
 
     def _plans(self, frames: int) -> list[memory.Plan]:
         """What a pass may be, from the one wanted down to one latent frame."""
@@ -258,7 +279,8 @@ class Decoder:
             raise OutOfMemoryError(f"{self._needs(session, call, plans[-1])}; free memory, or decode fewer pixels")
         if index > 0 and self.frames_per_pass != "auto":
             chosen = plans[index]
-            log.once(f"{self._needs(session, call, plans[0])}; using {chosen.frames} in slabs of {chosen.slab}")
+            needs = self._needs(session, call, plans[0])
+            log.once(f"{needs}; using {chosen.frames} in slabs of {chosen.slab}", key=f"shrink {plans[0]} {chosen}")
         return plans[index:]
 
     def _needs(self, session: _Session, call: _Call, plan: memory.Plan) -> str:

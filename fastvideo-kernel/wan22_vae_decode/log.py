@@ -10,12 +10,15 @@ _said: set[str] = set()
 _lock = threading.Lock()
 
 
-def once(message: str, level: int = logging.WARNING) -> None:
-    """Logs ``message`` the first time this process meets it: fallbacks give their reason once, not once a video."""
+def once(message: str, level: int = logging.WARNING, key: str | None = None) -> None:
+    """Logs ``message`` the first time this process meets it: fallbacks give their reason once, not once a video.
+
+    ``key`` stands for the message where that contains figures that vary.
+    """
     with _lock:
-        if message in _said:
+        if (key or message) in _said:
             return
-        _said.add(message)
+        _said.add(key or message)
     logger.log(level, "%s", message)
 
 

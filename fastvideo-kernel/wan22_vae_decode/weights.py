@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 HEAD_CHANNELS = 112
 """The head's 9 * 12 tap channels, padded to a multiple of 16."""
 
+_TRANSFORM_CHANNELS = 128
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -208,7 +210,9 @@ class _Preparation:
         bias = self.wide(f"{name}.bias")
         bias = self.exact(bias if extra_bias is None else bias + extra_bias)
         if method == "winograd":
-            return WinogradConv(self.typed(winograd.transform_weight(weight)), bias)
+            # In parts, because the float64 components are sixteen times the weights of a half-precision decoder.
+            parts = [self.typed(winograd.transform_weight(part)) for part in weight.split(_TRANSFORM_CHANNELS)]
+            return WinogradConv(torch.cat(parts, dim=1), bias)
         return Conv(self.typed(weight), bias)
 
     def pointwise(self, name: str) -> Pointwise:

@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from wan22_vae_decode import BackendUnavailableError, Decoder, InputError, why_not
+from wan22_vae_decode import BackendUnavailableError, Decoder, InputError, backends, log, why_not
+from wan22_vae_decode.backends.torch import TorchBackend
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +190,28 @@ def test_two_threads_share_a_decoder(decoder, latents):
     with ThreadPoolExecutor(2) as pool:
         videos = list(pool.map(decoder.decode, clips))
     assert all(torch.equal(video, right) for video, right in zip(videos, expected, strict=True))
+
+
+class Picky(TorchBackend):
+    """Kernels that find out from the weights that they cannot take them."""
+
+    name = "cuda"
+
+    def adopt(self, weights):
+        raise BackendUnavailableError("these widths have no kernels")
+
+
+def test_auto_takes_torch_when_the_kernels_refuse_the_weights(state_dict, latents, monkeypatch, caplog):
+    create = backends.create
+    monkeypatch.setattr(
+        backends, "create", lambda name, *place: Picky(*place) if name == "cuda" else create(name, *place)
+    )
+    log.forget()
+    decoder = Decoder.from_state_dict(state_dict)
+    assert decoder.backend == "torch"
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding with torch instead of the cuda kernels: these widths have no kernels"
+    ]
+    assert decoder.decode(latents(1, 1, 1).float()).shape == (1, 3, 1, 16, 16)
+    with pytest.raises(BackendUnavailableError, match="no kernels"):
+        Decoder.from_state_dict(state_dict, backend="cuda")

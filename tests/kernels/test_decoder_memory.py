@@ -141,3 +141,11 @@ def test_running_out_in_a_pass_goes_on_with_a_smaller_one(state_dict, latents):
     video = decoder.decode(z, torch.float64)
     assert ops.heads > ops.fail_at
     assert (video - expected).abs().max() < 1e-13
+
+
+def test_running_out_with_nothing_smaller_left_is_an_error(state_dict, latents):
+    ops = Failing(CPU, torch.float32)
+    ops.fail_at = 1
+    decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float32", frames_per_pass=1)
+    with pytest.raises(OutOfMemoryError, match="a pass of 1 latent frames needs"):
+        decoder.decode(latents(2, 2, 2).float())
