@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from fastvideo.configs.models.vaes.base import VAEConfig
 from fastvideo.configs.models.vaes.wan22_decode import WanVAEConfig
 from fastvideo.configs.pipelines import wan
 from fastvideo.configs.pipelines.pan2 import ActivatesOnUnpickle
@@ -15,6 +16,8 @@ from fastvideo.configs.pipelines.pan2 import ActivatesOnUnpickle
 
 class _DecodeSwitches(ActivatesOnUnpickle):
     """Turns whatever ``vae_config`` a Wan config makes into ours."""
+
+    vae_config: VAEConfig
 
     def __post_init__(self) -> None:
         if not isinstance(self.vae_config, WanVAEConfig):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,14 @@ from fastvideo.distributed import get_sp_group, model_parallel_is_initialized
 from fastvideo.logger import init_logger
 from fastvideo.models.vaes.wanvae import AutoencoderKLWan as UpstreamAutoencoderKLWan
 
-from wan22_vae_decode import CommunicationError, DecodeError, Decoder, why_not
+from wan22_vae_decode import (
+    CommunicationError,
+    DecodeError,
+    Decoder,
+    InputError,
+    PeerError,
+    why_not,
+)
 from wan22_vae_decode.signature import signature
 
 logger = init_logger(__name__)
@@ -21,25 +28,21 @@ logger = init_logger(__name__)
 UPSTREAM_PATH = "FastVideo"
 
 
-@dataclass
 class _Prepared:
-    """A decoder and the weights' signature that it was made from."""
-
-    decoder: Decoder
-    signature: tuple
-
-
-class _Cache:
-    """Holds the prepared decoder of one module; copies of the module start without one."""
+    """The decoder of one module, and what it was made from; copies of the module start without."""
 
     def __init__(self) -> None:
-        self.prepared: _Prepared | None = None
+        self.drop()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Cache:
-        return _Cache()
+    def drop(self) -> None:
+        self.decoder: Decoder | None = None
+        self.source: tuple[tuple, dict[str, Any]] | None = None
 
-    def __reduce__(self) -> tuple[Callable[[], _Cache], tuple[()]]:
-        return _Cache, ()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
+        return _Prepared()
+
+    def __reduce__(self) -> tuple[Callable[[], _Prepared], tuple[()]]:
+        return _Prepared, ()
 
 
 class AutoencoderKLWan(UpstreamAutoencoderKLWan):
@@ -48,14 +51,17 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
     With it on, Wan2.2 latents are decoded by ``wan22_vae_decode`` (over the sequence-parallel ranks with
     ``config.decode_kernel_parallel``). What that decoder cannot do goes to upstream's decode, on all ranks alike, with
     one log line that gives the reason.
+
+    Raises:
+        ValueError: the config's switches contradict each other.
     """
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
         check = getattr(config, "check_decode", None)
         if check is not None:
             check()
-        self._cache = _Cache()
+        super().__init__(config)
+        self._prepared = _Prepared()
         self._report = {"decode_path": "", "decode_reason": ""}
         self._reasons_given: set[str] = set()
 
@@ -64,14 +70,22 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
 
         Returns:
             [B, 3, 4T - 3, 16H, 16W] in [-1, 1], float32.
+
+        Raises:
+            CommunicationError: a rank failed in the middle of a parallel decode; every rank raises.
         """
-        return self._decode_to(z, "all")
+        video = self._decode_to(z, "all")
+        assert video is not None
+        return video
 
     def decode_on_first_rank(self, z: torch.Tensor, *, is_writer: bool) -> torch.Tensor | None:
         """As ``decode``, but only where the pixels are wanted: None on every rank that is not the writer.
 
         The writer must be the first of its sequence-parallel group. All ranks call it.
         """
+        if self._tiles_over_ranks():
+            video = self.decode(z)
+            return video if is_writer else None
         if self._parallel_group() is None:
             return self.decode(z) if is_writer else None
         video = self._decode_to(z, 0)
@@ -86,7 +100,7 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         before = self._placement()
         result = super()._apply(fn, recurse)
         if self._placement() != before:
-            self._cache.prepared = None
+            self._prepared.drop()
         return result
 
     def _placement(self) -> tuple[torch.device, torch.dtype]:
@@ -98,50 +112,82 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
     def _decode_to(self, z: torch.Tensor, to: int | Literal["all"]) -> torch.Tensor | None:
         """Decodes by the kernels or else by upstream; None on ranks that ``to`` leaves out."""
         group = self._parallel_group()
-        reason = self._why_not(z)
+        reason, source = self._survey(z, group)
+        current = self._prepared.source == source
         if group is not None:
-            reason = _first_reason(reason, group)
+            # All ranks take the same path, and prepare anew together if one of them has to.
+            answers = _gathered((reason, current), group)
+            reason = _first_reason([theirs for theirs, _ in answers], group.rank_in_group)
+            current = all(theirs for _, theirs in answers)
         if reason is None:
+            assert source is not None
             try:
-                decoder = self._decoder(z.device, group)
-                video = decoder.decode(z.detach(), to=to)
-                self._report = {
-                    "decode_path": f"wan22_vae_decode, {decoder.backend}, {str(decoder.dtype).removeprefix('torch.')}",
-                    "decode_reason": "decode_kernel is on",
-                }
-                return video if video.shape[2] else None
-            except CommunicationError:
-                raise
-            except (DecodeError, torch.OutOfMemoryError) as error:
+                return self._decode_by_kernels(z, to, source, current)
+            except (InputError, PeerError) as error:
                 reason = str(error)
-        self._report = {"decode_path": UPSTREAM_PATH, "decode_reason": reason}
-        if self._kernel_wanted() and reason not in self._reasons_given:
-            self._reasons_given.add(reason)
-            logger.warning("Decoding with FastVideo's own decode: %s", reason)
+            except (DecodeError, torch.OutOfMemoryError) as error:
+                lost = isinstance(error, CommunicationError) or self._lost_peers(z)
+                # Of no use any more, or in the way of upstream's decode, which needs the memory.
+                self._prepared.drop()
+                if lost:
+                    raise
+                reason = str(error)
+        self._note_upstream(reason, group)
         if group is not None and to != "all" and group.rank_in_group != to:
             return None
         return super().decode(z)
 
-    def _kernel_wanted(self) -> bool:
-        return bool(getattr(self.config, "decode_kernel", False))
+    def _survey(self, z: torch.Tensor, group: Any) -> tuple[str | None, tuple[tuple, dict[str, Any]] | None]:
+        """The reason for upstream's decode as far as this rank can tell without preparing anything, or else what a
+        decoder has to be made from: the weights as they are now, and the options.
+        """
+        reason = self._why_not(z)
+        if reason is not None:
+            return reason, None
+        config = self.config
+        options = {
+            "device": z.device,
+            "dtype": config.decode_dtype,
+            "backend": self._backend(),
+            "frames_per_pass": config.decode_frames_per_pass,
+            "group": group,
+        }
+        try:
+            return None, (signature(self.state_dict()), options)
+        except torch.OutOfMemoryError as error:
+            return str(error), None
 
     def _why_not(self, z: torch.Tensor) -> str | None:
-        """Why this decode is upstream's, as far as this rank can tell without preparing anything."""
         config = self.config
         if not self._kernel_wanted():
             return "decode_kernel is off"
-        if not getattr(config, "is_residual", False) or config.patch_size != 2:
+        if not config.is_residual or config.patch_size != 2:
             return f"the kernels are for the Wan2.2 TI2V-5B VAE; this is another one (z_dim {config.z_dim})"
         if config.use_light_vae:
             return "use_light_vae changes the rule for the first frame"
         if not self.use_feature_cache:
             return "use_feature_cache=False decodes in tiles, which changes the pixels"
-        if torch.is_grad_enabled() and (z.requires_grad or self.post_quant_conv.weight.requires_grad):
+        if torch.is_grad_enabled() and (z.requires_grad or self._decoder_learns()):
             return "gradients may be needed; decode under torch.no_grad() for the fast path"
-        if config.decode_backend == "auto":
-            # Reference ops would be no faster than upstream: only somebody who names them wants them.
-            return why_not(self.state_dict(), device=z.device, dtype=config.decode_dtype, backend="cuda")
-        return None
+        return why_not(self.state_dict(), device=z.device, dtype=config.decode_dtype, backend=self._backend())
+
+    def _kernel_wanted(self) -> bool:
+        return bool(getattr(self.config, "decode_kernel", False))
+
+    def _decoder_learns(self) -> bool:
+        return any(
+            parameter.requires_grad
+            for name, parameter in self.named_parameters()
+            if name.startswith(("post_quant_conv.", "decoder."))
+        )
+
+    def _backend(self) -> str:
+        # Reference ops would be no faster than upstream: only somebody who names them wants them.
+        return "cuda" if self.config.decode_backend == "auto" else self.config.decode_backend
+
+    def _tiles_over_ranks(self) -> bool:
+        """True if upstream's decode is one that exchanges tiles, so that no rank may leave it out."""
+        return not self.use_feature_cache and self.use_tiling and self.use_parallel_tiling
 
     def _parallel_group(self) -> Any:
         """The sequence-parallel group that decodes together, or None."""
@@ -151,37 +197,45 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         group = get_sp_group()
         return group if group.world_size > 1 else None
 
-    def _decoder(self, device: torch.device, group: Any) -> Decoder:
-        """The decoder of the weights as they are now.
-
-        The ranks of a group compare: all of them prepare anew if one of them has to.
-        """
-        state_dict = self.state_dict()
-        now = signature(state_dict)
-        prepared = self._cache.prepared
-        current = prepared is not None and prepared.signature == now and prepared.decoder.device == device
+    def _decode_by_kernels(
+        self, z: torch.Tensor, to: int | Literal["all"], source: tuple[tuple, dict[str, Any]], current: bool
+    ) -> torch.Tensor | None:
+        prepared = self._prepared
+        if not current:
+            prepared.drop()  # before the new weights need the memory
+            prepared.decoder = Decoder.from_state_dict(self.state_dict(), **source[1])
+            prepared.source = source
+        decoder = prepared.decoder
+        assert decoder is not None
+        video = decoder.decode(z.detach(), to=to)
+        path = ["wan22_vae_decode", decoder.backend, str(decoder.dtype).removeprefix("torch.")]
+        group = source[1]["group"]
         if group is not None:
-            current = all(_gathered(current, group))
-        if prepared is None or not current:
-            self._cache.prepared = prepared = None  # before the new weights need the memory
-            config = self.config
-            decoder = Decoder.from_state_dict(
-                state_dict,
-                device=device,
-                dtype=config.decode_dtype,
-                backend="cuda" if config.decode_backend == "auto" else config.decode_backend,
-                frames_per_pass=config.decode_frames_per_pass,
-                group=group,
-            )
-            self._cache.prepared = prepared = _Prepared(decoder, now)
-        return prepared.decoder
+            path.append(f"{group.world_size} ranks")
+        self._report = {"decode_path": ", ".join(path), "decode_reason": "decode_kernel is on"}
+        return video if video.shape[2] else None
+
+    def _lost_peers(self, z: torch.Tensor) -> bool:
+        """After a failed decode: whether it broke off in the middle, where the other ranks can only raise."""
+        decoder = self._prepared.decoder
+        return decoder is not None and decoder.why_not(z.detach()) is not None
+
+    def _note_upstream(self, reason: str | None, group: Any) -> None:
+        self._report = {"decode_path": UPSTREAM_PATH, "decode_reason": str(reason)}
+        # Without its figures, since the free memory differs every time.
+        kind = re.sub(r"[\d.]+", "", str(reason))
+        if not self._kernel_wanted() or kind in self._reasons_given:
+            return
+        self._reasons_given.add(kind)
+        if group is None or group.is_first_rank:
+            logger.warning("Decoding with FastVideo's own decode: %s", reason)
 
 
-def _first_reason(reason: str | None, group: Any) -> str | None:
+def _first_reason(reasons: list[str | None], rank: int) -> str | None:
     """One reason for all ranks: the first that any of them has."""
-    for rank, other in enumerate(_gathered(reason, group)):
-        if other is not None:
-            return other if rank == group.rank_in_group or other == reason else f"rank {rank}: {other}"
+    for other, reason in enumerate(reasons):
+        if reason is not None:
+            return reason if reason == reasons[rank] else f"rank {other}: {reason}"
     return None
 
 

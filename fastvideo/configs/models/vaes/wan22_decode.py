@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from fastvideo.configs.models.vaes.wanvae import WanVAEConfig as UpstreamWanVAEConfig
 
+from wan22_vae_decode.memory import MAX_FRAMES
+
 BACKENDS = ("auto", "cuda", "torch")
 DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 
@@ -19,7 +21,7 @@ class WanVAEConfig(UpstreamWanVAEConfig):
         decode_kernel: decode through ``wan22_vae_decode`` where it can, through upstream's decode (with one log
             line) elsewhere.
         decode_kernel_parallel: split that decode over FastVideo's sequence-parallel group; needs ``decode_kernel``.
-        decode_frames_per_pass: latent frames per pass and GPU, 1 or more, or "auto" for the most that free memory
+        decode_frames_per_pass: latent frames per pass and GPU, from 1 to 61, or "auto" for the most that free memory
             allows.
         decode_dtype: "auto" (float16 on CUDA, float32 on CPU) or one of float16, bfloat16, float32, float64.
         decode_backend: "auto" (the CUDA kernels, else upstream's decode), "cuda" or "torch" (readable reference
@@ -45,7 +47,10 @@ class WanVAEConfig(UpstreamWanVAEConfig):
         if self.decode_dtype not in DTYPES:
             raise ValueError(f"vae_config.decode_dtype is {self.decode_dtype!r}; choose one of {', '.join(DTYPES)}.")
         frames = self.decode_frames_per_pass
-        if frames != "auto" and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
+        if frames != "auto" and (
+            isinstance(frames, bool) or not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES
+        ):
             raise ValueError(
-                f"vae_config.decode_frames_per_pass is {frames!r}; give a whole number of latent frames or 'auto'."
+                f"vae_config.decode_frames_per_pass is {frames!r}; give a whole number of latent frames from 1 to "
+                f"{MAX_FRAMES}, or 'auto'."
             )
