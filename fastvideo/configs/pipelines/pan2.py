@@ -46,6 +46,8 @@ class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
 
     Attributes:
         flow_shift: replaces the shift of the checkpoint's scheduler; None keeps it.
+        dit_fused_kernels: run the transformer's elementwise groups as Triton kernels; without Triton or a GPU the
+            torch ops run, with one log line.
         vae_decode_kernel: decode with the fast exact decoder (``vae_config.decode_kernel``); falls back with one
             log line.
         vae_decode_kernel_parallel: split that decode over the sequence-parallel ranks
@@ -58,6 +60,7 @@ class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
 
     flow_shift: float | None = None
     dit_precision: str = "bf16"
+    dit_fused_kernels: bool = True
     vae_precision: str = "fp32"
     vae_tiling: bool = False
     vae_sp: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fastvideo.fastvideo_args import FastVideoArgs
+from fastvideo.models.dits.pan2_fusions import set_fused_kernels
 from fastvideo.pipelines.composed_pipeline_base import ComposedPipelineBase
 from fastvideo.pipelines.lora_pipeline import LoRAPipeline
 from fastvideo.pipelines.pan2.checkpoint import check_checkpoint
@@ -32,7 +33,7 @@ class PAN2Pipeline(LoRAPipeline, ComposedPipelineBase):
         fastvideo_args: FastVideoArgs,
         loaded_modules: dict[str, torch.nn.Module] | None = None,
     ) -> dict[str, Any]:
-        """Checks the whole checkpoint before the first weight is read.
+        """Checks the whole checkpoint before the first weight is read, and gives the transformer its fused kernels.
 
         Raises:
             ValueError: a component is missing, of the wrong class, or does not fit the number of ranks.
@@ -40,7 +41,9 @@ class PAN2Pipeline(LoRAPipeline, ComposedPipelineBase):
         index = self._load_config(self.model_path)
         provided = set(loaded_modules or {})
         check_checkpoint(self.model_path, index, sp_size=fastvideo_args.sp_size, provided=provided)
-        return super().load_modules(fastvideo_args, loaded_modules)
+        modules = super().load_modules(fastvideo_args, loaded_modules)
+        set_fused_kernels(modules["transformer"], fastvideo_args.pipeline_config.dit_fused_kernels)
+        return modules
 
     def create_pipeline_stages(self, fastvideo_args: FastVideoArgs) -> None:
         """Adds the stages in the order they run."""
