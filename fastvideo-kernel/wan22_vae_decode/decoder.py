@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import backends, geometry, log, memory, parallel, weights
+from wan22_vae_decode import backends, log, memory, parallel, passes, weights
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.errors import (
     BackendUnavailableError,
     CommunicationError,
     DecodeError,
     InputError,
-    OutOfMemoryError,
 )
 from wan22_vae_decode.geometry import Architecture
-from wan22_vae_decode.graph import Graph, History, Window, channels_last
 from wan22_vae_decode.layers import DecoderWeights
+from wan22_vae_decode.passes import Call, Decode
 
 DTYPES = {
     "float16": torch.float16,
@@ -167,11 +165,9 @@ class Decoder:
             PeerError: another rank failed before anything was exchanged.
             CommunicationError: a rank failed or fell silent in the middle; the decoder is not usable any more.
         """
-        call = self._begin(latents, out_dtype, to)
-        batch, _, frames, rows, cols = latents.shape
-        shape = geometry.video_shape(batch, frames, rows, cols) if call.receives else _nothing(latents)
-        video = self._together(lambda: torch.empty(shape, dtype=out_dtype, device=self.device), "allocate the video")
-        for _ in self._run(call, video):
+        decode = self._decode(self._begin(latents, out_dtype, to))
+        video = decode.new_video()
+        for _ in decode.run(video):
             pass
         return video
 
@@ -183,9 +179,9 @@ class Decoder:
         The first item has 4n - 3 frames for a pass of n latent frames, the others 4n. Each is new memory. The
         arguments are checked at once, not at the first item. With a group every rank iterates to the end.
         """
-        return self._run(self._begin(latents, out_dtype, to), None)
+        return self._decode(self._begin(latents, out_dtype, to)).run(None)
 
-    # One decode
+    # Beginning a decode
 
     def _problem(self, latents: Tensor, out_dtype: torch.dtype, to: int | str) -> str | None:
         world = 1 if self._comm is None else self._comm.world
@@ -197,16 +193,16 @@ class Decoder:
             return f"to must be 'all' or a rank below {world}, not {to!r}"
         return _latents_problem(latents, self.arch, self.device, world)
 
-    def _begin(self, latents: Tensor, out_dtype: torch.dtype, to: int | str) -> _Call:
+    def _begin(self, latents: Tensor, out_dtype: torch.dtype, to: int | str) -> Call:
         """Checks a call on every rank before anything is exchanged."""
 
-        def checked() -> _Call:
+        def checked() -> Call:
             problem = self._problem(latents, out_dtype, to)
             if problem is not None:
                 raise InputError(problem)
             finite = self.dtype != torch.float16 or bool(torch.isfinite(latents).all())
             receives = self._comm is None or to == "all" or to == self._comm.rank
-            return _Call(latents.detach(), out_dtype, to if isinstance(to, int) else None, receives, finite)
+            return Call(latents.detach(), out_dtype, to if isinstance(to, int) else None, receives, finite)
 
         if self._comm is None:
             return checked()
@@ -217,230 +213,15 @@ class Decoder:
         self._comm.stats = parallel.Stats()
         return call
 
-    def _run(self, call: _Call, video: Tensor | None) -> Iterator[Tensor]:
-        """Every pass in order, into its part of ``video`` or into new memory."""
-        frames = call.latents.shape[2]
-        plans = self._plans(frames)
-        session = self._session(self._ops, self._prepared, guarded=call.finite and self.dtype == torch.float16)
-        start = 0
-        while start < frames:
-            plans = self._reserve(session, call, plans)
-            interval = _Interval(start, min(start + plans[0].frames, frames), plans[0].slab)
-            pixels = self._pixels(call, interval, video)
-            finished = self._finished(session, call, interval, pixels, plans)
-            if finished is None:
-                plans = plans[1:]
-                session = self._replayed(session, call, session.ops, session.graph.weights, session.guarded)
-                continue
-            session = finished
-            yield pixels
-            start = interval.stop
-        if self._comm is not None:
-            parallel.log_stats(self._comm)
-
-    def _finished(
-        self, session: _Session, call: _Call, interval: _Interval, pixels: Tensor, plans: list[memory.Plan]
-    ) -> _Session | None:
-        """The session after a pass, or None if memory ran out in it and a smaller pass remains to be tried.
-
-        With a group nothing is tried again: the other ranks have moved on.
-        """
-        try:
-            return self._pass(session, call, interval, pixels)
-        except torch.OutOfMemoryError as error:
-            needs = self._needs(session, call, plans[0])
-            if self._comm is not None or len(plans) == 1:
-                raise OutOfMemoryError(needs) from error
-            log.once(f"{needs}; trying {plans[1].frames} in slabs of {plans[1].slab}", key=f"retry {plans[:2]}")
-        # Not inside the handler: the traceback would keep the failed pass's tensors alive.
-        return None
-
-    def _plans(self, frames: int) -> list[memory.Plan]:
-        """What a pass may be, from the one wanted down to one latent frame."""
-        world = 1 if self._comm is None else self._comm.world
-        if self.frames_per_pass != "auto":
-            most = min(self.frames_per_pass * world, memory.MAX_FRAMES, frames)
-            return memory.plans(most, world)
-        if self._ops.free_bytes() is None:
-            return memory.plans(min(memory.DEFAULT_FRAMES * world, frames), world)
-        return memory.plans(min(memory.MAX_FRAMES, frames), world, every=True)
-
-    def _reserve(self, session: _Session, call: _Call, plans: list[memory.Plan]) -> list[memory.Plan]:
-        """The plans from the first on whose workspace every rank could reserve."""
-        index = _first_that_fits(session.ops, self.arch, self._extent(call), plans)
-        if self._comm is not None:
-            indices = self._comm.gather(index)
-            failed = [rank for rank, found in enumerate(indices) if found is None]
-            agreed = None if failed else max(indices)
-            if agreed is not None and agreed != index:
-                session.ops.reserve(memory.pass_bytes(session.ops, self.arch, self._extent(call), plans[agreed]))
-            index = agreed
-        if index is None:
-            raise OutOfMemoryError(f"{self._needs(session, call, plans[-1])}; free memory, or decode fewer pixels")
-        if index > 0 and self.frames_per_pass != "auto":
-            chosen = plans[index]
-            needs = self._needs(session, call, plans[0])
-            log.once(f"{needs}; using {chosen.frames} in slabs of {chosen.slab}", key=f"shrink {plans[0]} {chosen}")
-        return plans[index:]
-
-    def _needs(self, session: _Session, call: _Call, plan: memory.Plan) -> str:
-        needed = memory.pass_bytes(session.ops, self.arch, self._extent(call), plan)
-        free = session.ops.free_bytes()
-        have = "" if free is None else f", {memory.readable(free)} are free"
-        return f"a pass of {plan.frames} latent frames needs {memory.readable(needed)} on {self.device}{have}"
-
-    def _pass(self, session: _Session, call: _Call, interval: _Interval, pixels: Tensor) -> _Session:
-        """One pass, repeated in bfloat16 if float16 could not hold it; returns the session to go on with."""
-        band = self._band(call, interval, pixels)
-        if self._computed(session, call, interval, band):
-            latents = f"latent frames {interval.start} to {interval.stop - 1}"
-            log.logger.warning("float16 overflowed in %s; this decode goes on in bfloat16", latents)
-            ops = self._ops.with_dtype(torch.bfloat16)
-            prepared = self._together(lambda: self._prepared_again(ops), "prepare its weights in bfloat16")
-            session = self._replayed(session, call, ops, prepared, guarded=False)
-            self._computed(session, call, interval, band)
-        session.done.append(interval)
-        comm = self._comm
-        if comm is not None:
-            bands = [(16 * a, 16 * b) for a, b in self._bands(call)]
-            self._phase(lambda: comm.gather_rows(band, pixels, bands, call.to))
-        return session
-
-    def _replayed(
-        self, session: _Session, call: _Call, ops: Backend, prepared: DecoderWeights, guarded: bool
-    ) -> _Session:
-        """A new session in the state after the passes that ``session`` has done, whose pixels are not needed again.
-
-        Histories are a third of a decode's memory; computing them again in the rare case is what lets the normal
-        case keep one copy.
-        """
-        fresh = self._session(ops, prepared, guarded)
-        for interval in session.done:
-            scratch = self._band(call, interval, None)
-            self._computed(fresh, call, interval, scratch)
-            fresh.done.append(interval)
-        return fresh
-
-    def _computed(self, session: _Session, call: _Call, interval: _Interval, band: Tensor) -> bool:
-        """Computes this rank's pixels of a pass; True if the guard found them (on any rank) not finite."""
-        flag = session.ops.nonfinite_flag()
-
-        def compute() -> None:
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                self._prefix_and_tail(session, call, interval, band, flag)
-                if session.guarded and self._comm is not None:
-                    self._comm.reduce_flag(flag)
-
-        self._phase(compute)
-        return session.guarded and bool(flag.item())
-
-    def _prefix_and_tail(self, session: _Session, call: _Call, interval: _Interval, band: Tensor, flag: Tensor) -> None:
-        x = self._prefix(session, call, interval, flag)
-        session.graph.tail(x, session.history, interval.start == 0, band, flag, interval.slab)
-
-    def _prefix(self, session: _Session, call: _Call, interval: _Interval, flag: Tensor) -> Tensor:
-        """The mid block's input to its second resnet, for this rank's rows of all of the pass's frames."""
-        graph, comm = session.graph, self._comm
-        if comm is None:
-            latents = channels_last(call.latents[:, :, interval.start : interval.stop], session.ops.dtype)
-            return graph.prefix(latents, session.history, flag)
-        intervals = parallel.frame_intervals(interval.start, interval.stop, comm.world)
-        start, stop = (interval.start, interval.stop) if intervals is None else intervals[comm.rank]
-        begin, end, surplus = parallel.window(start, stop)
-        latents = channels_last(call.latents[:, :, begin:end], session.ops.dtype)
-        x = graph.prefix(latents, Window(whole=begin == 0), flag)[:, surplus:]
-        bands = self._bands(call)
-        if intervals is None:
-            top, bottom = bands[comm.rank]
-            return x[:, :, top:bottom].contiguous()
-        return comm.frames_to_rows(session.ops, x, intervals, bands)
-
-    # Shapes and small parts
-
-    def _session(self, ops: Backend, prepared: DecoderWeights, guarded: bool) -> _Session:
-        return _Session(ops, Graph(ops, prepared, self.arch.up_blocks, self._comm), History(), guarded, [])
-
-    def _extent(self, call: _Call) -> memory.Extent:
-        batch, _, _, rows, cols = call.latents.shape
-        if self._comm is None:
-            return memory.Extent(batch, rows, rows, cols)
-        top, bottom = self._bands(call)[self._comm.rank]
-        return memory.Extent(batch, bottom - top, rows, cols, self._comm.world)
-
-    def _bands(self, call: _Call) -> list[tuple[int, int]]:
-        return geometry.row_bands(call.latents.shape[3], 1 if self._comm is None else self._comm.world)
-
-    def _pixels(self, call: _Call, interval: _Interval, video: Tensor | None) -> Tensor:
-        """Where a pass's pixels go on a rank that receives them; an empty tensor elsewhere."""
-        start, stop = geometry.video_frames(interval.start, interval.stop)
-        if not call.receives:
-            return torch.empty(_nothing(call.latents), dtype=call.out_dtype, device=self.device)
-        if video is not None:
-            return video[:, :, start:stop]
-        batch, _, _, rows, cols = call.latents.shape
-        shape = (batch, 3, stop - start, geometry.SPATIAL * rows, geometry.SPATIAL * cols)
-        return torch.empty(shape, dtype=call.out_dtype, device=self.device)
-
-    def _band(self, call: _Call, interval: _Interval, pixels: Tensor | None) -> Tensor:
-        """This rank's rows of ``pixels``, or memory of their shape where there are none."""
-        rank = 0 if self._comm is None else self._comm.rank
-        top, bottom = (geometry.SPATIAL * row for row in self._bands(call)[rank])
-        if pixels is not None and call.receives:
-            return pixels[:, :, :, top:bottom]
-        start, stop = geometry.video_frames(interval.start, interval.stop)
-        batch, cols = call.latents.shape[0], geometry.SPATIAL * call.latents.shape[4]
-        return torch.empty(batch, 3, stop - start, bottom - top, cols, dtype=call.out_dtype, device=self.device)
+    def _decode(self, call: Call) -> Decode:
+        prepared = passes.Prepared(self._ops, self._prepared)
+        return Decode(call, self.arch, prepared, self._prepared_again, self.frames_per_pass, self._comm)
 
     def _prepared_again(self, ops: Backend) -> DecoderWeights:
+        """The weights once more, for another compute type, from the checkpoint's tensors."""
         if weights.fingerprint(self._tensors) != self._fingerprint:
             raise DecodeError("the checkpoint's tensors changed after the decoder was made; make a new decoder")
         return _prepared(self._tensors, self.arch, ops, self._comm)
-
-    def _together(self, action: Callable[[], Result], what: str) -> Result:
-        return action() if self._comm is None else self._comm.together(action, what)
-
-    def _phase(self, action: Callable[[], None]) -> None:
-        """A part of a pass that exchanges data: a failure on one rank ends it on all of them."""
-        if self._comm is None:
-            action()
-            return
-        failure: BaseException | None = None
-        try:
-            action()
-        except BaseException as error:
-            failure = error
-        self._comm.finish_pass(failure)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of one decode."""
-
-    latents: Tensor
-    out_dtype: torch.dtype
-    to: int | None
-    receives: bool
-    finite: bool
-
-
-@dataclass(frozen=True)
-class _Interval:
-    """One pass: its latent frames and how many of them make a slab."""
-
-    start: int
-    stop: int
-    slab: int
-
-
-@dataclass
-class _Session:
-    """The state of one decode in one compute type."""
-
-    ops: Backend
-    graph: Graph
-    history: History
-    guarded: bool
-    done: list[_Interval]
 
 
 def why_not(
@@ -551,18 +332,3 @@ def _latents_problem(latents: Tensor, arch: Architecture, device: torch.device, 
     if rows < world:
         return f"{rows} latent rows cannot be split over {world} ranks; use at most {rows} ranks, or no group"
     return None
-
-
-def _first_that_fits(ops: Backend, arch: Architecture, extent: memory.Extent, plans: list[memory.Plan]) -> int | None:
-    for index, plan in enumerate(plans):
-        try:
-            ops.reserve(memory.pass_bytes(ops, arch, extent, plan))
-        except OutOfMemoryError:
-            continue
-        return index
-    return None
-
-
-def _nothing(latents: Tensor) -> tuple[int, int, int, int, int]:
-    batch, _, _, rows, cols = latents.shape
-    return batch, 3, 0, geometry.SPATIAL * rows, geometry.SPATIAL * cols

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from wan22_vae_decode.backends.base import Backend, Halo
 from wan22_vae_decode.errors import CommunicationError, DecodeError, InputError, PeerError
@@ -185,12 +186,13 @@ class Communicator:
             group=self._data,
             async_op=True,
         )
-        self._wait([work])
+        with record_function("wan.exchange.prefix"):
+            self._wait([work])
         self.stats.add("prefix", (sum(sent) - sent[self.rank]) * item)
         return ops.join_frames(receive, counts, batch, mine, cols, channels)
 
     def halo(self, ops: Backend, x: Tensor, layer: str) -> Halo:
-        """One row from each neighbour; zeros at the edges of the image."""
+        """One row of ``x`` from each neighbour, zeros at the image's edges. ``layer`` names it in profiles."""
         first, last = ops.edge_rows(x)
         above = torch.empty_like(first) if self.rank > 0 else torch.zeros_like(first)
         below = torch.empty_like(last) if self.rank < self.world - 1 else torch.zeros_like(last)
@@ -200,7 +202,8 @@ class Communicator:
             if 0 <= peer < self.world:
                 messages += [(dist.isend, outgoing, peer), (dist.irecv, incoming, peer)]
                 sent += outgoing.numel() * outgoing.element_size()
-        self._exchange(messages)
+        with record_function(f"wan.exchange.halo.{layer}"):
+            self._exchange(messages)
         self.stats.add("halo", sent)
         return Halo(above, below)
 
@@ -223,7 +226,8 @@ class Communicator:
                     part = own.new_empty(*own.shape[:3], stop - start, own.shape[4])
                     messages.append((dist.irecv, part, peer))
                     parts.append((start, stop, part))
-        self._exchange(messages)
+        with record_function("wan.exchange.pixels"):
+            self._exchange(messages)
         self.stats.add("pixels", sum(own.numel() * own.element_size() for peer in receivers if peer != self.rank))
         for start, stop, part in parts:
             video[:, :, :, start:stop] = part

@@ -195,7 +195,9 @@ def shrinking(ranks):
     decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=2)
     if RANK == WORLD - 1:
         extent = memory.Extent(1, 2, 2 * WORLD, 2, WORLD)
-        ops.limit = memory.pass_bytes(ops, decoder.arch, extent, memory.Plan(WORLD, 1))
+        # All float32 pixels twice, new and as they come in, and this rank's two rows to send.
+        pixels = WORLD * (2 * 2 * WORLD + 2) * 2 * 4 * 256 * 3 * 4
+        ops.limit = memory.pass_bytes(ops, decoder.arch, extent, memory.Plan(WORLD, 1)) + pixels
     items = list(decoder.stream(z))
     expected = ranks.alone(z, dtype="float32")
     result = {

@@ -87,7 +87,12 @@ def limited(state_dict):
     def make(frames_per_pass, plan=None, extent=None):
         ops = Limited(CPU, torch.float32)
         decoder = Decoder.from_state_dict(state_dict, backend=ops, frames_per_pass=frames_per_pass)
-        ops.limit = 1 if plan is None else memory.pass_bytes(ops, decoder.arch, extent, plan)
+        if plan is None:
+            ops.limit = 1
+        else:
+            # A streamed pass is new memory: 4 float32 frames of 16x16 RGB pixels for each latent.
+            pixels = plan.frames * extent.rows * extent.cols * 4 * 256 * 3 * 4
+            ops.limit = memory.pass_bytes(ops, decoder.arch, extent, plan) + pixels
         return decoder
 
     return make
