@@ -257,9 +257,3 @@ def _slabs(
 def channels_last(latents: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, z, T, H, W] of any strides -> [B, T, H, W, z], contiguous, in the compute type."""
     return latents.permute(0, 2, 3, 4, 1).to(dtype).contiguous()
-
-
-def band_of(video: Tensor, rows: tuple[int, int], latent_rows: int) -> Tensor:
-    """The pixel rows of latent rows ``rows`` in a video of ``latent_rows`` latent rows."""
-    scale = video.shape[3] // latent_rows
-    return video[:, :, :, rows[0] * scale : rows[1] * scale]
