@@ -5,12 +5,14 @@ The build is cached by hash, so that only a change of the sources costs minutes.
 """
 
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
 
 from wan22_vae_decode import jit
-from wan22_vae_decode.backends.cuda import library
+from wan22_vae_decode.backends.cuda import heuristics, library
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.errors import DecodeError
 from wan22_vae_decode.jit.toolchain import find_toolchain
@@ -41,6 +43,18 @@ def test_the_library_is_small_and_complete(built):
     assert (built.folder / "libwan22_vae_decode.so").stat().st_size < 8 << 20
     for symbol in library._signatures():
         assert getattr(built._handle, symbol)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_every_element_type_keeps_its_own_kernels(built):
+    """Templates of the same mangled name would be merged by the linker: one type's launchers would run the other's."""
+    path = built.folder / "libwan22_vae_decode.so"
+    symbols = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True).stdout
+    owned = {f"sm90_{element}" for element in library.ELEMENTS.values()}
+    assert set(re.findall(r"\bwan::(sm90\w*)::", symbols)) == owned
+    for tile in heuristics.TILE_COST:
+        assert set(re.findall(rf"\bint wan::(\w+)::conv3d<{tile}>\(", symbols)) == owned
 
 
 @pytest.mark.timeout(900)

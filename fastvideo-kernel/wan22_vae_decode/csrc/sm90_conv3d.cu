@@ -22,7 +22,7 @@ struct Conv3dProblem {
   int32_t pad_top, pad_bottom, pad_left, pad_right;
 };
 
-namespace wan::sm90 {
+namespace wan::WAN_SM90 {
 
 // The stock cooperative GEMM kernel refuses the stock conv mainloop's schedule tag; a tag of our own derived from the
 // GEMM's satisfies both.
@@ -117,7 +117,7 @@ int conv3d(const Conv3dProblem& p, const void* x, const void* w, const float* bi
   return launch<Gemm>(arguments, "conv3d", device, stream);
 }
 
-}  // namespace wan::sm90
+}  // namespace wan::WAN_SM90
 
 WAN_EXPORT int WAN_SYMBOL(wan_conv3d)(const Conv3dProblem* problem, const void* x, const void* w, const float* bias,
                                       const void* residual, void* y, int tile_n, int device, cudaStream_t stream) {
@@ -139,9 +139,9 @@ WAN_EXPORT int WAN_SYMBOL(wan_conv3d)(const Conv3dProblem* problem, const void* 
   if (guard.check(device)) return 1;
   switch (tile_n) {
     case 128:
-      return wan::sm90::conv3d<128>(p, x, w, bias, residual, y, device, stream);
+      return wan::WAN_SM90::conv3d<128>(p, x, w, bias, residual, y, device, stream);
     case 256:
-      return wan::sm90::conv3d<256>(p, x, w, bias, residual, y, device, stream);
+      return wan::WAN_SM90::conv3d<256>(p, x, w, bias, residual, y, device, stream);
     default:
       return wan::fail("conv3d: no tile of %d columns", tile_n);
   }

@@ -14,15 +14,18 @@
 #include "cutlass/epilogue/fusion/operations.hpp"
 #include "launch.cuh"
 
+// Each element type has a namespace of its own: templates of the same name would be merged by the linker.
 #if defined(WAN_FP16)
 #define WAN_SYMBOL(name) name##_fp16
+#define WAN_SM90 sm90_fp16
 #elif defined(WAN_BF16)
 #define WAN_SYMBOL(name) name##_bf16
+#define WAN_SM90 sm90_bf16
 #else
 #error "compile with -DWAN_FP16 or -DWAN_BF16"
 #endif
 
-namespace wan::sm90 {
+namespace wan::WAN_SM90 {
 
 using namespace cute;
 
@@ -76,4 +79,4 @@ int launch(typename Gemm::Arguments& arguments, const char* name, int device, cu
   return check_launch(name);
 }
 
-}  // namespace wan::sm90
+}  // namespace wan::WAN_SM90

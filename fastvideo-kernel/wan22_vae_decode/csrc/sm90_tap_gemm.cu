@@ -18,7 +18,7 @@ struct TapGemmProblem {
   int32_t m, n, channels, taps, batch;
 };
 
-namespace wan::sm90 {
+namespace wan::WAN_SM90 {
 
 using TapStride = Stride<int64_t, Stride<_1, int64_t>, int64_t>;  // (M or N, (channel, tap), batch)
 using TapShape = Shape<int, int, Shape<int, int>, int>;
@@ -50,7 +50,7 @@ int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float*
   return launch<Gemm>(arguments, "tap_gemm", device, stream);
 }
 
-}  // namespace wan::sm90
+}  // namespace wan::WAN_SM90
 
 WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const void* a, const void* b, const float* bias,
                                         const void* residual, void* d, int tile_n, int device, cudaStream_t stream) {
@@ -74,9 +74,9 @@ WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const voi
   if (guard.check(device)) return 1;
   switch (tile_n) {
     case 128:
-      return wan::sm90::tap_gemm<128>(p, a, b, bias, residual, d, device, stream);
+      return wan::WAN_SM90::tap_gemm<128>(p, a, b, bias, residual, d, device, stream);
     case 256:
-      return wan::sm90::tap_gemm<256>(p, a, b, bias, residual, d, device, stream);
+      return wan::WAN_SM90::tap_gemm<256>(p, a, b, bias, residual, d, device, stream);
     default:
       return wan::fail("tap_gemm: no tile of %d columns", tile_n);
   }
