@@ -44,7 +44,7 @@ $(VENV)/.requirements: requirements/cpu.txt requirements/cpu-no-deps.txt require
 	touch $@
 
 $(VENV)/.kernel: $(VENV)/.requirements $(KERNEL)
-	$(PIP) --no-deps --no-build-isolation -e fastvideo-kernel
+	$(PIP) --no-deps --no-build-isolation -e ./fastvideo-kernel
 	touch $@
 
 $(VENV)/.overlay: $(VENV)/.kernel $(OVERLAY)

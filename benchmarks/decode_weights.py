@@ -91,14 +91,14 @@ def _scale_branches(vae: Any, latents: Tensor) -> None:
 
 
 def _scale_output(vae: Any, latents: Tensor) -> None:
-    """Centres the pixels and lets all but two percent of them lie inside [-1, 1]."""
+    """Centres the pixels and lets all but a thousandth of them lie inside [-1, 1]."""
     pixels: list[Tensor] = []
     handle = vae.decoder.conv_out.register_forward_hook(lambda module, inputs, output: pixels.append(output))
     vae.decode(latents)
     handle.remove()
     values = torch.cat(pixels, dim=2).transpose(0, 1).flatten(1)
     centre = values.median(dim=1).values
-    reach = (values - centre[:, None]).abs().flatten().quantile(0.98)
+    reach = (values - centre[:, None]).abs().flatten().quantile(0.999)
     conv = vae.decoder.conv_out
     conv.weight.div_(reach)
     conv.bias.sub_(centre).div_(reach)

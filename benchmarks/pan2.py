@@ -110,7 +110,6 @@ def denoising_step(arguments: argparse.Namespace) -> dict[str, Any]:
     with torch.device("meta"):
         transformer = PAN2Transformer3DModel(config, hf_config={}).to(torch.bfloat16)
     transformer.to_empty(device=device)
-    transformer.materialize_non_persistent_buffers(device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter.normal_(std=0.02)
