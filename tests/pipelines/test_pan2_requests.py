@@ -157,6 +157,18 @@ def test_transformer_weights_are_compared_before_loading(checkpoint):
         check(checkpoint)
 
 
+def test_chat_template_without_the_user_header_is_refused(checkpoint):
+    (checkpoint / "tokenizer" / "chat_template.jinja").write_text("{{ messages[1].content }}")
+    with pytest.raises(ValueError, match=r"does not write the header '<\|im_start\|>user\\n'"):
+        check(checkpoint)
+
+
+def test_unreadable_tokenizer_is_refused(checkpoint):
+    (checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer in .* cannot be loaded"):
+        check(checkpoint)
+
+
 def test_folder_without_index_and_broken_index_are_refused(checkpoint):
     (checkpoint / "model_index.json").write_text("{")
     with pytest.raises(ValueError, match=r"model_index\.json cannot be read as JSON"):

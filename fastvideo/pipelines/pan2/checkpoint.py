@@ -12,6 +12,7 @@ from typing import Any
 
 from fastvideo.configs.models.dits.pan2 import PAN2ArchConfig, PAN2Config
 from fastvideo.models.dits import pan2_checkpoint
+from fastvideo.pipelines.pan2.text import tokenize_prompt
 
 # Component folder -> class names that FastVideo can load for PAN2, as written in its own config.
 COMPONENTS: dict[str, tuple[str, ...]] = {
@@ -74,6 +75,8 @@ def check_checkpoint(
                 raise ValueError(f"{name} of {model_path} is a {found}: PAN2 needs {' or '.join(classes)}.")
         if name == "transformer":
             check_transformer(folder, config, sp_size)
+        elif name == "tokenizer":
+            check_tokenizer(folder)
 
 
 def check_transformer(folder: Path, config: Mapping[str, Any], sp_size: int) -> None:
@@ -86,6 +89,17 @@ def check_transformer(folder: Path, config: Mapping[str, Any], sp_size: int) -> 
     arch = PAN2ArchConfig(**{name: value for name, value in config.items() if name in known})
     arch.check_sequence_parallel(sp_size)
     pan2_checkpoint.check_checkpoint(folder, PAN2Config(arch_config=arch))
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises ValueError if the tokenizer cannot be loaded, or if PAN2 cannot find the prompt in its chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"The tokenizer in {folder} cannot be loaded ({error}): download or copy it again.") from error
+    tokenize_prompt(tokenizer, "")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

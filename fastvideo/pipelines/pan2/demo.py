@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ I2V_PROMPT = "Steam rises from the cup while the camera moves slowly closer."
 
 # FastVideo probes for NPUs at import and reports an error where there are none, in each of its processes.
 logging.getLogger("fastvideo.platforms").setLevel(logging.CRITICAL)
+# torchvision has no use for its image extension here, and FastVideo none for its own.
+warnings.filterwarnings("ignore", message="Failed to load image Python extension")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,8 +61,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Makes both videos; returns the exit code."""
     arguments = parse_arguments(argv)
-    # FastVideo reads both when it is first imported.
-    os.environ.setdefault("FASTVIDEO_LOGGING_LEVEL", "INFO" if arguments.verbose else "ERROR")
+    level = "INFO" if arguments.verbose else "ERROR"
+    logging.getLogger("fastvideo").setLevel(level)
+    # For the workers, whose FastVideo reads it when it is first imported.
+    os.environ.setdefault("FASTVIDEO_LOGGING_LEVEL", level)
     os.environ["FASTVIDEO_STAGE_LOGGING"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -90,10 +95,13 @@ def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> di
             write_tiny_checkpoint(model, seed=arguments.seed, full_vae=arguments.full_vae)
     start = time.perf_counter()
     with console.status("Starting FastVideo and loading the model ..."):
-        generator = VideoGenerator.from_pretrained(
-            str(model),
-            num_gpus=arguments.gpus,
-            pipeline_config={"vae_config": {"decode_backend": arguments.decode_backend}},
+        switches = {"vae_config": {"decode_backend": arguments.decode_backend}}
+        generator = VideoGenerator.from_config(
+            {
+                "model_path": str(model),
+                "engine": {"num_gpus": arguments.gpus},
+                "pipeline": {"experimental": {"pipeline_config": switches}},
+            }
         )
     console.print(f"FastVideo ready after {time.perf_counter() - start:.1f} s")
     arguments.out.mkdir(parents=True, exist_ok=True)
