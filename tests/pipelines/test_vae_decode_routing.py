@@ -20,8 +20,12 @@ FALLBACK = "Decoding with FastVideo's own decode: "
 
 
 @pytest.fixture(scope="module")
-def tiny(scripts) -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
+def tiny(scripts) -> Iterator[SimpleNamespace]:
+    threads = torch.get_num_threads()
+    # More would only wait for each other on tensors of this size.
+    torch.set_num_threads(1)
+    yield SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
