@@ -174,17 +174,22 @@ def _resnet_steps(
     padded1, padded2 = ops.input_bytes(conv1), ops.input_bytes(conv2)
     work1 = ops.workspace_bytes("winograd_conv3d" if winograd1 else "causal_conv3d", conv1)
     work2 = ops.workspace_bytes("winograd_conv3d" if winograd2 else "causal_conv3d", conv2)
+    # What a conv input that refers to x keeps alive: x itself and the rows received for it.
+    held1 = x if ops.input_holds_x(conv1) else 0
+    held2 = y if ops.input_holds_x(conv2) else 0
+    work1 += _halo(ops, conv1) // 2 if held1 else 0
+    work2 += _halo(ops, conv2) // 2 if held2 else 0
     extra = y if copies else 0
     yield f"{name}.norm1", beside + x + padded1 + ops.workspace_bytes("norm_silu_pad", conv1) + _halo(ops, conv1)
     if shape.c_in == shape.c_out:
-        skip = x
+        skip, held1 = x, 0
     else:
         yield f"{name}.conv_shortcut", beside + x + padded1 + y
-        skip = y + (x if keep_input else 0)
-    yield f"{name}.conv1", beside + skip + padded1 + y + work1 + extra
+        skip, held1 = (y + x, 0) if keep_input else (y, held1)
+    yield f"{name}.conv1", beside + skip + held1 + padded1 + y + work1 + extra
     norm2 = ops.workspace_bytes("norm_silu_pad", conv2) + _halo(ops, conv2)
     yield f"{name}.norm2", beside + skip + y + padded2 + norm2 + extra
-    yield f"{name}.conv2", beside + skip + padded2 + (y if preserve else 0) + work2 + extra
+    yield f"{name}.conv2", beside + skip + held2 + padded2 + (y if preserve else 0) + work2 + extra
 
 
 def _history_layers(ops: Backend, arch: Architecture, extent: Extent) -> Iterator[int]:

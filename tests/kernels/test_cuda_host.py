@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend's host side on a CPU: launchers emulated from their raw arguments compute what the torch ops do.
+"""The CUDA backend on a CPU: launchers emulated from their raw arguments compute what the torch ops do.
 
 The emulated launchers see only what the real ones see (addresses, strides, extents), so a wrong stride, offset or
-extent shows up as a wrong result here, without a GPU.
+extent shows up as a wrong result here, without a GPU. The kernels that are plain CUDA run as they are written, thread
+by thread, compiled for the CPU (`cuda_on_cpu.h`); where that is not possible, and for the tensor-core kernels, torch
+stands in for them.
 """
 
 import ctypes
 import re
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from wan22_vae_decode.backends.cuda import heuristics, library, selftest
+from wan22_vae_decode import layers, winograd
+from wan22_vae_decode.backends.cuda import heuristics, library, selftest, winograd_matrices
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.selftest import Case
 from wan22_vae_decode.decoder import Decoder
 from wan22_vae_decode.errors import BackendUnavailableError
+from wan22_vae_decode.jit import toolchain
 
 ELEMENTS = {0: torch.float16, 1: torch.bfloat16, 2: torch.float32, 3: torch.uint8}
 CPU = torch.device("cpu")
@@ -101,6 +108,39 @@ class Emulator:
             kept = at(following, dtype, (2, *source.shape[1:]))
             kept[-min(2, p.frames) :] = out[-min(2, p.frames) :]
 
+    def winograd_input(self, p, x, above, below, history, gamma, v, dtype):
+        dtype = ELEMENTS[dtype]
+        rows = p.rows + 2 * p.halo
+        padded = torch.empty(p.frames + 2, rows, p.columns, p.channels, dtype=dtype)
+        problem = library.PadProblem(
+            p.rows * p.columns * p.channels, 2, p.frames, p.rows, p.columns, p.channels, p.halo, 1
+        )
+        number = {element: number for number, element in ELEMENTS.items()}[dtype]
+        self.norm_silu_pad(problem, x, above, below, history, gamma, padded.data_ptr(), None, number)
+        edge = 0 if p.halo else 1
+        down, across = -(-p.rows // 4), -(-p.columns // 4)
+        padded = F.pad(padded, (0, 0, 1, 1 + -p.columns % 4, edge, edge + -p.rows % 4)).float()
+        tiles = padded.unfold(1, 6, 4).unfold(2, 6, 4)[:, p.first_tile_row : p.first_tile_row + p.tile_rows]
+        b = winograd.transforms().input.float()
+        assert tiles.shape[1:3] == (p.tile_rows, across)
+        assert p.first_tile_row + p.tile_rows <= down
+        out = at(v, dtype, (6, 6, p.frames + 2, p.tile_rows, across, p.channels))
+        out.copy_(torch.einsum("im,jn,tyxcmn->ijtyxc", b, b, tiles))
+
+    def winograd_output(self, p, m, bias, residual, y, dtype):
+        dtype = ELEMENTS[dtype]
+        across = -(-p.columns // 4)
+        products = at(m, dtype, (6, 6, p.frames, p.tile_rows, across, p.channels)).float()
+        a = winograd.transforms().output.float()
+        whole = torch.einsum("pi,qj,ijtyxo->typxqo", a, a, products).flatten(3, 4).flatten(1, 2)
+        rows = slice(4 * p.first_tile_row, min(p.rows, 4 * (p.first_tile_row + p.tile_rows)))
+        shape = (p.frames, p.rows, p.columns, p.channels)
+        out = at(y, dtype, shape)[:, rows]
+        whole = whole[:, : out.shape[1], : p.columns] + at(bias, torch.float32, (p.channels,))
+        if residual is not None:
+            whole = whole + at(residual, dtype, shape)[:, rows].float()
+        out.copy_(whole)
+
     def upsample_combine(self, p, phases, bias, shortcut, y, dtype):
         dtype = ELEMENTS[dtype]
         phases = at(phases, dtype, (2, 2, p.frames, p.rows, p.columns, p.channels)).float()
@@ -143,6 +183,64 @@ class Emulator:
             ctypes.memmove(target + piece * target_stride, source + piece * source_stride, nbytes)
 
 
+# What is not C++ for a CPU, and what stands for it in `cuda_on_cpu.h`.
+REWRITES = (
+    (r"([\w:]+(?:<[\w:, ]+>)?)<<<(.*?), stream>>>\(", r"on_cpu::launch(\1, \2, "),
+    (r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = on_cpu::shared_memory();"),
+    (r"__cvta_generic_to_shared\(", "on_cpu::shared_address("),
+    (r'asm volatile\("ld\.volatile\.shared\.v2\.u32[^;]*;"[^;]*;', "bits = on_cpu::load_shared(address);"),
+    (r'asm\("ex2\.[^;]*;"[^;]*;', "y = exp2f(x);"),
+    (r'asm\("rcp\.[^;]*;"[^;]*;', "y = 1.0f / x;"),
+)
+
+ON_CPU = ("norm_silu_pad", "winograd_input", "winograd_output", "upsample_combine", "strided_copy")
+
+
+@pytest.fixture(scope="module")
+def kernels_on_cpu(tmp_path_factory):
+    """The plain CUDA kernels compiled for the CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    roots = [path.resolve().parents[1] for path in toolchain._nvcc_candidates()]
+    include = next((root / "include" for root in roots if (root / "include" / "cuda_fp16.h").exists()), None)
+    if include is None:
+        pytest.skip("no CUDA headers beside any nvcc")
+    folder = tmp_path_factory.mktemp("on_cpu")
+    for path in library.SOURCES.glob("*.cu*"):
+        text = path.read_text()
+        for pattern, replacement in REWRITES:
+            text = re.sub(pattern, replacement, text)
+        (folder / path.name).write_text(text)
+    (folder / winograd_matrices.NAME).write_text(winograd_matrices.header())
+    unit = folder / "kernels.cpp"
+    unit.write_text("\n".join(['#include "cuda_on_cpu.h"', *(f'#include "{name}.cu"' for name in ("launch", *ON_CPU))]))
+    built = folder / "kernels.so"
+    includes = [f"-I{path}" for path in (folder, Path(__file__).parent, include)]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *includes, "-o", str(built), str(unit)]
+    subprocess.run(command, check=True)
+    handle = ctypes.CDLL(str(built))
+    handle.wan_last_error.restype = ctypes.c_char_p
+    for name in ON_CPU:
+        getattr(handle, f"wan_{name}").argtypes = [*library._signatures()[f"wan_{name}"], ctypes.c_int, ctypes.c_void_p]
+    return handle
+
+
+class KernelsOnCpu(Emulator):
+    """Runs the kernels' own code where it is plain CUDA."""
+
+    def __init__(self, handle):
+        super().__init__()
+        self._handle = handle
+
+    def __call__(self, symbol, arguments, like):
+        if symbol.removeprefix("wan_") not in ON_CPU:
+            super().__call__(symbol, arguments, like)
+            return
+        self.launched.append((symbol, arguments))
+        status = getattr(self._handle, symbol)(*map(library._as_c, arguments), 0, None)
+        assert status == 0, self._handle.wan_last_error().decode()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Fills fresh tensors with NaN, so that an output element that nobody writes is seen."""
@@ -182,6 +280,10 @@ CASES = [
     Case("causal_conv3d", batch=2, frames=1, rows=2, cols=3, c_in=24, c_out=8, history=True, halo=True),
     Case("causal_conv3d", batch=2, frames=4, rows=4, cols=5, c_in=16, c_out=16, history=True),
     Case("winograd_conv3d", batch=2, frames=2, rows=6, cols=9, c_in=16, c_out=24, halo=True),
+    Case("winograd_conv3d", batch=2, frames=1, rows=1, cols=1, c_in=8, c_out=8),
+    Case("winograd_conv3d", frames=1, rows=4, cols=3, c_in=24, c_out=16, history=True, halo=True),
+    Case("winograd_conv3d", batch=2, frames=3, rows=9, cols=33, c_in=8, c_out=40, history=True),
+    Case("winograd_conv3d", frames=2, rows=12, cols=8, c_in=8, c_out=8),
     Case("pointwise_conv", batch=2, frames=2, rows=1, cols=3, c_in=48, c_out=48),
     Case("attention", batch=2, frames=9, rows=3, cols=3, c_in=16),
     Case("time_double", batch=2, frames=1, rows=1, cols=2, c_in=16),
@@ -199,6 +301,72 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_host_side_computes_the_torch_op(backend, case):
     assert selftest.compare(backend, case) <= selftest.tolerance(case, backend.dtype)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op not in ("attention", "row_movement")], ids=str)
+def test_kernels_compute_the_torch_op(kernels_on_cpu, backend, case):
+    ours = EmulatedBackend(CPU, backend.dtype, Kernels(KernelsOnCpu(kernels_on_cpu), 132))
+    assert selftest.compare(ours, case, seed=3) <= selftest.tolerance(case, backend.dtype)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_bands_do_not_change_a_winograd_conv(request, backend, emulator, monkeypatch, on_cpu):
+    if on_cpu:
+        emulator = KernelsOnCpu(request.getfixturevalue("kernels_on_cpu"))
+        backend = EmulatedBackend(CPU, backend.dtype, Kernels(emulator, 132))
+    case = Case("winograd_conv3d", batch=2, frames=2, rows=18, cols=6, c_in=16, c_out=24, history=True, halo=True)
+    run = selftest._OPS[case.op](case, selftest._Random(backend.dtype, 1))
+    whole = run(backend, torch.clone)
+    count = len(emulator.launched)
+    monkeypatch.setattr(heuristics, "WINOGRAD_BYTES", 1)
+    emulator.launched.clear()
+    bands = run(backend, torch.clone)
+    assert len(emulator.launched) > count
+    for one, other in zip(bands, whole, strict=True):
+        assert torch.equal(one, other)
+    assert selftest.compare(backend, case) <= selftest.tolerance(case, backend.dtype)
+
+
+def winograd_layer(backend, channels=8):
+    random = selftest._Random(backend.dtype, 5)
+    weight = winograd.transform_weight(random.weight(channels, 3, 3, 3, channels)).to(backend.dtype)
+    return random(1, 2, 4, 4, channels), layers.WinogradConv(weight, random.fp32(channels))
+
+
+def test_a_winograd_input_that_was_written_since_is_refused(backend):
+    x, conv = winograd_layer(backend)
+    source, _ = backend.causal_pad(x, None, None, conv)
+    x.mul_(2)
+    with pytest.raises(ValueError, match="written before"):
+        backend.winograd_conv3d(source, conv)
+    source, _ = backend.causal_pad(x, None, None, conv)
+    other, _ = backend.causal_pad(torch.ones_like(x), None, None, conv)
+    # Torch does not see what kernels write, unless it is told.
+    backend.winograd_conv3d(other, conv, out=x)
+    with pytest.raises(ValueError, match="written before"):
+        backend.winograd_conv3d(source, conv)
+
+
+def test_a_winograd_conv_cannot_write_into_its_input(backend):
+    x, conv = winograd_layer(backend)
+    source, _ = backend.causal_pad(x, None, None, conv)
+    with pytest.raises(ValueError, match="into its own input"):
+        backend.winograd_conv3d(source, conv, residual=x, out=x)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_history_carries_a_winograd_conv_across_passes(backend, split):
+    x, conv = winograd_layer(backend)
+    x = torch.cat([x, x.flip(1) * 0.5], dim=1)
+    norm = torch.linspace(0.5, 2, x.shape[-1])
+    source, kept = backend.norm_silu_pad(x, norm, None, None, conv)
+    whole = backend.winograd_conv3d(source, conv)
+    history, parts = None, []
+    for part in x.split(split, dim=1):
+        source, history = backend.norm_silu_pad(part.contiguous(), norm, history, None, conv)
+        parts.append(backend.winograd_conv3d(source, conv))
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(history, kept)
 
 
 @pytest.mark.parametrize(("frames", "rows", "cols", "batch"), [(1, 1, 1, 1), (4, 3, 2, 2)])
@@ -259,6 +427,8 @@ def test_structures_match_the_sources():
         library.Conv3dProblem,
         library.TapGemmProblem,
         library.PadProblem,
+        library.WinogradInputProblem,
+        library.WinogradOutputProblem,
         library.UpsampleProblem,
         library.HeadProblem,
     ):

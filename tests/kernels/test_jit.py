@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,9 @@ print(f"    0 bytes stack frame, {{spilled}} bytes spill stores, {{spilled}} byt
 if "serialise" in plan:
     print("ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized")
 output = sys.argv[sys.argv.index("-o") + 1]
-pathlib.Path(output).write_text("built from " + " ".join(sys.argv[1:]))
+included = [pathlib.Path(word[8:]).read_text() for word in plan if word.startswith("include=")]
+assert not included or "-I." in sys.argv or "-c" not in sys.argv
+pathlib.Path(output).write_text("built from " + " ".join([*sys.argv[1:], *included]))
 """
 
 
@@ -126,6 +129,18 @@ def test_every_input_makes_another_entry(world, monkeypatch, change):
     else:
         recipe = world.recipe("sm_100a")
     assert recipe.key(tools) != before
+
+
+def test_generated_headers_are_written_beside_the_units_and_belong_to_the_key(world):
+    plain = world.recipe()
+    recipes = [replace(plain, generated=(("numbers.cuh", f"constexpr int kNumber = {n};\n"),)) for n in (1, 2)]
+    keys = {recipe.key(world.toolchain()) for recipe in (plain, *recipes)}
+    assert len(keys) == 3
+    # The fake compiler copies the header that it finds in its folder into what it builds.
+    world.plan("include=numbers.cuh")
+    folder = jit.build(recipes[1], world.toolchain())
+    assert "kNumber = 2" in (folder / recipes[1].library).read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["build.log", "libkernels.so", "manifest.json"]
 
 
 def test_where_the_package_lies_does_not_matter(world, tmp_path):

@@ -112,6 +112,10 @@ class Backend(ABC):
         rows = shape.rows + 2 * shape.row_halo
         return shape.batch * (shape.frames + 2) * rows * shape.cols * shape.c_in * self.dtype.itemsize
 
+    def input_holds_x(self, shape: OpShape) -> bool:
+        """Whether that conv input refers to the op's ``x``, which then lives (and may not change) until the conv."""
+        return False
+
     def with_dtype(self, dtype: torch.dtype) -> Backend:
         """The same backend in another compute type, for the passes that fp16 cannot hold."""
         return type(self)(self.device, dtype)

@@ -6,7 +6,7 @@
 // One warp per group of pixels, 64 bytes in flight per lane. Bound: memory, one read and one write of the activation;
 // to be measured against the copy rate by benchmarks/ops.py.
 #include "launch.cuh"
-#include "vec8.cuh"
+#include "norm_silu.cuh"
 
 struct PadProblem {
   int64_t x_stride_frame;  // in elements
@@ -53,40 +53,9 @@ __device__ inline Pixel locate(const PadArguments& a, uint32_t frame, uint32_t r
   return {x + (source_row * row_pixels + column) * a.vectors, next, raw};
 }
 
-__device__ inline float warp_sum(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
-  return value;
-}
-
-template <typename T>
-__device__ inline float sum_of_squares(uint4 bits) {
-  float values[8];
-  to_floats<T>(bits, values);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
-  return sum;
-}
-
-template <typename T, bool kSilu>
-__device__ inline uint4 normalise(uint4 bits, float scale, const float* gamma) {
-  float values[8], gammas[8];
-  to_floats<T>(bits, values);
-  load_floats(gamma, gammas);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float n = values[i] * scale * gammas[i];
-    values[i] = kSilu ? __fdividef(n, 1.0f + __expf(-n)) : n;
-  }
-  return from_floats<T>(values);
-}
-
-__device__ inline float inverse_norm(float sum) { return 1.0f / fmaxf(sqrtf(sum), 1e-12f); }
-
 // kVectors 16-byte vectors a lane hold a pixel in registers; a warp takes kPixels consecutive pixels.
 template <typename T, int kVectors, int kPixels, bool kSilu>
-__global__ void __launch_bounds__(256) norm_silu_pad_kernel(const __grid_constant__ PadArguments a) {
+__global__ void __launch_bounds__(256, 3) norm_silu_pad_kernel(const __grid_constant__ PadArguments a) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t first = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kPixels;
   if (first >= a.pixels) return;

@@ -70,6 +70,8 @@ def _build_entry(recipe: Recipe, toolchain: Toolchain, entry: Entry) -> None:
     version = ".".join(map(str, toolchain.nvcc.version))
     logger.info("building %d CUDA units for %s with nvcc %s", len(recipe.units), recipe.arch, version)
     with entry.filling() as folder:
+        for header, text in recipe.generated:
+            (folder / header).write_text(text)
         (folder / "build.ninja").write_text(_ninja_file(recipe, toolchain))
         status = _run([str(toolchain.ninja), "-v", "-j", str(_jobs())], folder)
         log = (folder / LOG).read_text(errors="replace")

@@ -28,12 +28,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shared library: its name, the folder of its sources and headers, its units and its architecture."""
+    """A shared library: its name, the folder of its sources and headers, its units and its architecture.
+
+    `generated` are further headers, as pairs of name and text, that the build writes for the units to include.
+    """
 
     name: str
     folder: Path
     units: tuple[Unit, ...]
     arch: str
+    generated: tuple[tuple[str, str], ...] = ()
 
     @property
     def library(self) -> str:
@@ -42,7 +46,7 @@ class Recipe:
     def compile_command(self, unit: Unit, toolchain: Toolchain) -> list[str]:
         """nvcc's arguments for one unit, writing its object file into the current folder."""
         defines = [f"-D{define}" for define in unit.defines]
-        includes = [f"-I{path}" for path in (self.folder, *toolchain.includes)]
+        includes = [f"-I{path}" for path in (*([Path()] if self.generated else []), self.folder, *toolchain.includes)]
         command = [str(toolchain.nvcc.path), *FLAGS, gencode(self.arch), *defines, *includes]
         return [*command, "-c", "-o", unit.object, str(self.folder / unit.source)]
 
@@ -63,6 +67,7 @@ class Recipe:
             "nvcc": toolchain.nvcc.build,
             "cutlass": toolchain.cutlass,
             "sources": {str(path.relative_to(self.folder)): sha256(path) for path in files},
+            "generated": dict(self.generated),
         }
 
     def key(self, toolchain: Toolchain) -> str:

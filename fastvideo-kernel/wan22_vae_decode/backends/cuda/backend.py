@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from wan22_vae_decode.layers import (
 )
 
 HEAD_CHANNELS = 112
+COMPONENTS = (winograd.TILE + 2) ** 2
 
 
 class Padded(NamedTuple):
@@ -32,6 +34,19 @@ class Padded(NamedTuple):
 
     tensor: Tensor
     row_halo: bool
+
+
+class Deferred(NamedTuple):
+    """A Winograd conv's input before its transform, which works through it band by band: what `winograd_input` reads.
+
+    ``version`` is torch's count of writes to ``x`` at the time, so that a later write is noticed.
+    """
+
+    x: Tensor
+    norm: Tensor | None
+    history: Tensor | None
+    halo: Halo | None
+    version: int
 
 
 class CudaBackend(Backend):
@@ -59,6 +74,15 @@ class CudaBackend(Backend):
 
     # Choices and resources
 
+    def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
+        return heuristics.conv3d_method(self.dtype, level, c_in, split_rows)
+
+    def input_bytes(self, shape: OpShape) -> int:
+        return 0 if shape.winograd else super().input_bytes(shape)
+
+    def input_holds_x(self, shape: OpShape) -> bool:
+        return shape.winograd
+
     def adopt(self, weights: DecoderWeights) -> DecoderWeights:
         widths = (weights.post_quant_conv.weight.shape[0], *(b.resnets[-1].norm2.shape[0] for b in weights.up_blocks))
         if any(width % 8 for width in widths):
@@ -81,10 +105,9 @@ class CudaBackend(Backend):
             scores = min(frames, heuristics.ATTENTION_FRAMES) * pixels * (2 * pixels + shape.c_in)
             return (frames * pixels * 5 * shape.c_in + scores) * size
         if op == "winograd_conv3d":
-            tiles = -(-shape.rows // winograd.TILE) * -(-shape.cols // winograd.TILE)
-            components = (winograd.TILE + 2) ** 2 * shape.batch * tiles
-            # Input and output transforms hold one fp32 copy of the components each.
-            return components * ((shape.frames + 2) * shape.c_in + shape.frames * shape.c_out) * (size + 4)
+            down, across = _tiles(shape.rows, shape.cols)
+            tile_row = across * _tile_bytes(shape.frames, shape.c_in, shape.c_out, size)
+            return heuristics.tile_rows_per_band(down, tile_row) * tile_row
         return 0
 
     def free_bytes(self) -> int | None:
@@ -108,13 +131,42 @@ class CudaBackend(Backend):
 
     def norm_silu_pad(
         self, x: Tensor, norm: Tensor, history: Tensor | None, halo: Halo | None, conv: Conv | WinogradConv | Head
-    ) -> tuple[Padded, Tensor]:
-        return self._padded(x, norm, history, halo)
+    ) -> tuple[Padded | Deferred, Tensor]:
+        return self._conv_input(x, norm, history, halo, conv)
 
     def causal_pad(
         self, x: Tensor, history: Tensor | None, halo: Halo | None, conv: Conv | WinogradConv
-    ) -> tuple[Padded, Tensor]:
-        return self._padded(x, None, history, halo)
+    ) -> tuple[Padded | Deferred, Tensor]:
+        return self._conv_input(x, None, history, halo, conv)
+
+    def _conv_input(
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        history: Tensor | None,
+        halo: Halo | None,
+        conv: Conv | WinogradConv | Head,
+    ) -> tuple[Padded | Deferred, Tensor]:
+        if isinstance(conv, WinogradConv):
+            return Deferred(x, norm, history, halo, _version(x)), self._next_history(x, norm, history, halo)
+        return self._padded(x, norm, history, halo)
+
+    def _next_history(self, x: Tensor, norm: Tensor | None, history: Tensor | None, halo: Halo | None) -> Tensor:
+        """The last two frames of history and ``x``, in plain form: as components they would take 2.25 times as much."""
+        batch, frames, rows, cols, channels = x.shape
+        kept = x.new_empty(batch, 2, rows + (2 if halo else 0), cols, channels)
+        new = min(2, frames)
+        for item in range(batch):
+            self.kernels.pad(
+                x[item, frames - new :],
+                norm,
+                silu=True,
+                out=kept[item],
+                history_frames=2 - new,
+                history=None if history is None or new == 2 else history[item, new:],
+                halo=None if halo is None else Halo(*(rim[item, frames - new :] for rim in halo)),
+            )
+        return kept
 
     def _padded(
         self, x: Tensor, norm: Tensor | None, history: Tensor | None, halo: Halo | None
@@ -145,36 +197,43 @@ class CudaBackend(Backend):
             out = x.tensor.new_empty(batch, frames - 2, rows, cols, conv.bias.shape[0])
         edge = (0, 0) if x.row_halo else (1, 1)
         self.kernels.conv3d(x.tensor, conv.weight, conv.bias, residual, out, pad_rows=edge, pad_cols=(1, 1))
+        _count_write(out)
         return out
 
     def winograd_conv3d(
-        self, x: Padded, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
+        self, x: Deferred, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        padded, step, tile = x.tensor, winograd.TILE, winograd.TILE + 2
-        matrices = winograd.transforms()
-        b, a = (matrix.to(padded.device, torch.float32) for matrix in (matrices.input, matrices.output))
-        batch, frames, rows, cols, channels = padded.shape
-        rows -= 2 if x.row_halo else 0
-        edge = 0 if x.row_halo else 1
-        padded = torch.nn.functional.pad(padded, (0, 0, 1, 1 + -cols % step, edge, edge + -rows % step))
-        tiles = padded.unfold(2, tile, step).unfold(3, tile, step).float()
-        down, across = tiles.shape[2:4]
+        source = x.x
+        if _version(source) != x.version:
+            raise ValueError("the input of a Winograd conv was written before the conv read it")
+        if out is not None and out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            raise ValueError("a Winograd conv cannot write into its own input")
+        batch, frames, rows, cols, c_in = source.shape
         c_out = conv.bias.shape[0]
-        y = padded.new_empty(batch, frames - 2, rows, cols, c_out)
+        if out is None:
+            out = source.new_empty(batch, frames, rows, cols, c_out)
+        down, across = _tiles(rows, cols)
+        size = source.element_size()
+        band = heuristics.tile_rows_per_band(down, across * _tile_bytes(frames, c_in, c_out, size))
+        component_scratch = source.new_empty(COMPONENTS * (frames + 2) * band * across * c_in)
+        product_scratch = source.new_empty(COMPONENTS * frames * band * across * c_out)
         for item in range(batch):
-            components = torch.einsum("im,jn,tyxcmn->ijtyxc", b, b, tiles[item]).to(padded.dtype).contiguous()
-            products = padded.new_empty(tile * tile, (frames - 2) * down * across, c_out)
-            per_frame = down * across * channels
-            windows = components.as_strided(
-                (tile * tile, products.shape[1], 3, channels), (frames * per_frame, channels, per_frame, 1)
-            )
-            self.kernels.tap_gemm(windows, conv.weight, None, None, products)
-            parts = products.view(tile, tile, frames - 2, down, across, c_out).float()
-            whole = torch.einsum("pi,qj,ijtyxo->typxqo", a, a, parts).flatten(3, 4).flatten(1, 2)
-            y[item] = whole[:, :rows, :cols] + conv.bias
-        if residual is not None:
-            y += residual
-        return y if out is None else out.copy_(y)
+            history = None if x.history is None else x.history[item]
+            for first in range(0, down, band):
+                count = min(band, down - first)
+                tiles = count * across
+                components = _leading(component_scratch, COMPONENTS, frames + 2, count, across, c_in)
+                products = _leading(product_scratch, COMPONENTS, frames, count, across, c_out)
+                self.kernels.winograd_input(source[item], x.norm, history, _halo_of(x.halo, item), first, components)
+                # Windows of three frames: tiles of all frames are adjacent, a tap is a frame away.
+                windows = components.as_strided(
+                    (COMPONENTS, frames * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1)
+                )
+                self.kernels.tap_gemm(windows, conv.weight, None, None, products.flatten(1, 3))
+                rest = None if residual is None else residual[item]
+                self.kernels.winograd_output(products, conv.bias, rest, first, out[item])
+        _count_write(out)
+        return out
 
     def pointwise_conv(self, x: Tensor, conv: Pointwise) -> Tensor:
         return self._pointwise(x, conv, None)
@@ -325,3 +384,28 @@ class CudaBackend(Backend):
 
 def _halo_of(halo: Halo | None, item: int) -> Halo | None:
     return None if halo is None else Halo(halo.above[item], halo.below[item])
+
+
+def _tiles(rows: int, cols: int) -> tuple[int, int]:
+    return -(-rows // winograd.TILE), -(-cols // winograd.TILE)
+
+
+def _tile_bytes(frames: int, c_in: int, c_out: int, size: int) -> int:
+    """Bytes of one tile's components and products in all frames."""
+    return COMPONENTS * ((frames + 2) * c_in + frames * c_out) * size
+
+
+def _leading(scratch: Tensor, *shape: int) -> Tensor:
+    """The first elements of a flat tensor, in a shape."""
+    return scratch[: math.prod(shape)].view(shape)
+
+
+def _version(x: Tensor) -> int:
+    """torch's count of writes to a tensor, which tensors made in inference mode do not have."""
+    return 0 if x.is_inference() else x._version
+
+
+def _count_write(x: Tensor) -> None:
+    """Tells torch of a write that it did not make itself."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)

@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of tile and slab. They change speed and memory, never results."""
+"""Choices of method, tile, slab and band. Tiles, slabs and bands change speed and memory, never results."""
+
+import torch
+
+WINOGRAD_LEVELS = {torch.float16: (0, 1, 2, 3), torch.bfloat16: (1, 2, 3)}
+"""Levels whose 3x3x3 convs run as F(4x4, 3x3). At level 0 bfloat16 would lose more than the few milliseconds are worth:
+what is lost there goes through the whole decoder."""
+
+WINOGRAD_CHANNELS = 1024
+"""Most input channels of the input transform."""
+
+WINOGRAD_BYTES = 1600 << 20
+"""Most bytes of components and their products at a time: enough that a band's GEMM takes dozens of waves."""
 
 TILE_M = 128
 
@@ -24,7 +36,23 @@ def tile_n(m: int, n: int, batch: int, multiprocessors: int) -> int:
     return min(TILE_COST, key=cost)
 
 
+def conv3d_method(dtype: torch.dtype, level: int, c_in: int, split_rows: bool) -> str:
+    """ "winograd" where it pays: the products shrink to a quarter, and what memory then costs is below that."""
+    aligned = not (level == 0 and split_rows)
+    return "winograd" if aligned and level in WINOGRAD_LEVELS[dtype] and c_in <= WINOGRAD_CHANNELS else "direct"
+
+
+def tile_rows_per_band(tile_rows: int, bytes_per_tile_row: int) -> int:
+    """Rows of tiles to transform at a time so that they stay within WINOGRAD_BYTES; bands as even as possible."""
+    return _even(tile_rows, WINOGRAD_BYTES // max(1, bytes_per_tile_row))
+
+
 def frames_per_slab(frames: int, bytes_per_frame: int) -> int:
     """Frames to work on at a time so that a slab's scratch stays within SCRATCH_BYTES; slabs as even as possible."""
-    most = max(1, SCRATCH_BYTES // max(1, bytes_per_frame))
-    return -(-frames // -(-frames // most))
+    return _even(frames, SCRATCH_BYTES // max(1, bytes_per_frame))
+
+
+def _even(count: int, most: int) -> int:
+    """The size of the fewest parts of at most `most` (at least 1) that `count` can be cut into evenly."""
+    parts = -(-count // max(1, most))
+    return -(-count // parts)

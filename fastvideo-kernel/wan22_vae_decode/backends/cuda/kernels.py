@@ -19,6 +19,8 @@ from wan22_vae_decode.backends.cuda.library import (
     PadProblem,
     TapGemmProblem,
     UpsampleProblem,
+    WinogradInputProblem,
+    WinogradOutputProblem,
 )
 
 Launch = Callable[[str, tuple, Tensor], None]
@@ -126,6 +128,50 @@ class Kernels:
         if next_history is not None and frames == 1:
             # The launch covers only frames of x; the older one is the last of the history.
             self.copy(out[-2], next_history[0])
+
+    def winograd_input(
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        history: Tensor | None,
+        halo: Halo | None,
+        first_tile_row: int,
+        components: Tensor,
+    ) -> None:
+        """Components of F(4x4, 3x3) of a causal conv's input, for a range of rows of tiles.
+
+        Args:
+            x: [T, H, W, C].
+            norm: [C] float32, gamma * sqrt(C), for RMS norm and SiLU; None takes x as it is.
+            history: the two frames before x, normalised, [2, R, W, C] with R = H, or H + 2 with a halo; None are zeros.
+            halo: raw rows [T, 1, W, C] each; None are zeros.
+            first_tile_row: the first of the range; a tile has four rows and columns.
+            components: [36, 2 + T, tile rows of the range, ceil(W / 4), C], written.
+        """
+        frames, rows, cols, channels = x.shape
+        problem = WinogradInputProblem(
+            frames, rows, cols, channels, halo is not None, first_tile_row, components.shape[2]
+        )
+        above, below = halo or (None, None)
+        arguments = (problem, x, above, below, history, norm, components, DTYPES[x.dtype])
+        self._launch("wan_winograd_input", arguments, components)
+
+    def winograd_output(
+        self, products: Tensor, bias: Tensor, residual: Tensor | None, first_tile_row: int, out: Tensor
+    ) -> None:
+        """The rows of ``out`` that belong to a range of rows of tiles, from the products of their components.
+
+        Args:
+            products: [36, T, tile rows of the range, ceil(W / 4), C].
+            bias: [C] float32.
+            residual: like ``out``, added; may be ``out``.
+            first_tile_row: the first of the range.
+            out: [T, H, W, C].
+        """
+        frames, rows, cols, channels = out.shape
+        problem = WinogradOutputProblem(frames, rows, cols, channels, first_tile_row, products.shape[2])
+        arguments = (problem, products, bias, residual, out, DTYPES[out.dtype])
+        self._launch("wan_winograd_output", arguments, out)
 
     def upsample_combine(
         self, phases: Tensor, bias: Tensor, shortcut: Tensor, first_frame: int, time_factor: int, out: Tensor

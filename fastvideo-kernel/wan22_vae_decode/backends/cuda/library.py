@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from wan22_vae_decode import jit
+from wan22_vae_decode.backends.cuda import winograd_matrices
 from wan22_vae_decode.errors import DecodeError
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
 # Files that every architecture compiles as they are.
-COMMON = ("launch", "norm_silu_pad", "upsample_combine", "output_head", "strided_copy")
+COMMON = (
+    "launch",
+    "norm_silu_pad",
+    "winograd_input",
+    "winograd_output",
+    "upsample_combine",
+    "output_head",
+    "strided_copy",
+)
 
 # Tensor-core kernels of each architecture, compiled once for every element type.
 TENSOR_CORE = {"sm_90a": ("sm90_conv3d", "sm90_tap_gemm")}
@@ -57,6 +66,24 @@ class PadProblem(ctypes.Structure):
     ]
 
 
+class WinogradInputProblem(ctypes.Structure):
+    """As in winograd_input.cu."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("frames", "rows", "columns", "channels", "halo")),
+        *((name, c_int32) for name in ("first_tile_row", "tile_rows")),
+    ]
+
+
+class WinogradOutputProblem(ctypes.Structure):
+    """As in winograd_output.cu."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("frames", "rows", "columns", "channels")),
+        *((name, c_int32) for name in ("first_tile_row", "tile_rows")),
+    ]
+
+
 class UpsampleProblem(ctypes.Structure):
     """As in upsample_combine.cu."""
 
@@ -80,6 +107,8 @@ def _signatures() -> dict[str, list[type]]:
     pointer = ctypes.POINTER
     signatures: dict[str, list[type]] = {
         "wan_norm_silu_pad": [pointer(PadProblem), *[c_void_p] * 7, c_int],
+        "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 6, c_int],
+        "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_combine": [pointer(UpsampleProblem), *[c_void_p] * 4, c_int],
         "wan_output_head": [pointer(HeadProblem), *[c_void_p] * 4, c_int, c_int],
         "wan_strided_copy": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64],
@@ -103,7 +132,8 @@ def recipe(arch: str) -> jit.Recipe:
         for name in TENSOR_CORE[arch]
         for element in ELEMENTS.values()
     )
-    return jit.Recipe("wan22_vae_decode", SOURCES, slow + common, arch)
+    generated = ((winograd_matrices.NAME, winograd_matrices.header()),)
+    return jit.Recipe("wan22_vae_decode", SOURCES, slow + common, arch, generated)
 
 
 class Library:

@@ -51,6 +51,9 @@ CASES = (
     Case("causal_conv3d", rows=9, cols=11, c_in=48, c_out=264),
     Case("causal_conv3d", frames=2, c_out=72, history=True, halo=True),
     Case("winograd_conv3d", history=True),
+    Case("winograd_conv3d", frames=1, rows=4, cols=18, c_in=256, c_out=72, halo=True),
+    Case("winograd_conv3d", frames=1, cols=3, c_in=264, c_out=32, history=True, halo=True),
+    Case("winograd_conv3d", frames=1, rows=3, cols=9, c_in=1024, c_out=16),
     Case("pointwise_conv", c_in=72, c_out=320),
     Case("attention", frames=2),
     Case("time_double", history=True),
@@ -197,15 +200,19 @@ def _winograd_conv3d(case: Case, random: _Random) -> Run:
     weight = winograd.transform_weight(random.weight(case.c_out, 3, 3, 3, case.c_in)).to(random(1).dtype)
     inputs = (
         _activation(case, random),
+        1 + 0.1 * random.fp32(case.c_in),
         _history(case, random, case.halo),
         _halo(case, random, case.c_in),
         layers.WinogradConv(weight, random.fp32(case.c_out)),
+        random(case.batch, case.frames, case.rows, case.cols, case.c_out),
     )
 
     def run(ops: Backend, move: Move) -> Sequence[Tensor]:
-        x, history, halo, conv = (_move_all(value, move) for value in inputs)
-        padded, _ = ops.causal_pad(x, history, halo, conv)
-        return (ops.winograd_conv3d(padded, conv),)
+        x, norm, history, halo, conv, residual = (_move_all(value, move) for value in inputs)
+        source, kept = ops.norm_silu_pad(x, norm, history, halo, conv)
+        plain = ops.winograd_conv3d(source, conv)
+        source, raw = ops.causal_pad(x, history, halo, conv)
+        return plain, ops.winograd_conv3d(source, conv, residual, out=residual), kept, raw
 
     return run
 

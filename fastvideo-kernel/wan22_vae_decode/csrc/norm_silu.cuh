@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// RMS norm over a pixel's channels, then SiLU: n = x / max(|x|_2, 1e-12) * gamma, y = n * sigmoid(n), in fp32, rounded
+// once. One warp a pixel: a lane holds the vectors of eight channels lane, lane + 32, ... Kernels that share this give
+// the same bits for the same pixel, so a history may be made by one and continued by another.
+#pragma once
+#include "vec8.cuh"
+
+namespace wan {
+
+__device__ inline float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+template <typename T>
+__device__ inline float sum_of_squares(uint4 bits) {
+  float values[8];
+  to_floats<T>(bits, values);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+  return sum;
+}
+
+__device__ inline float inverse_norm(float sum) { return rsqrtf(fmaxf(sum, 1e-24f)); }
+
+// Flushing denormals loses nothing in 1 + e and 1 / e, and saves the instructions that would rescale them.
+__device__ inline float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float reciprocal_flushed(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float silu(float n) {
+  constexpr float kMinusLog2E = -1.44269504f;
+  return n * reciprocal_flushed(1.0f + exp2_flushed(n * kMinusLog2E));
+}
+
+template <typename T, bool kSilu>
+__device__ inline uint4 normalise(uint4 bits, float scale, const float (&gammas)[8]) {
+  float values[8];
+  to_floats<T>(bits, values);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float n = values[i] * scale * gammas[i];
+    values[i] = kSilu ? silu(n) : n;
+  }
+  return from_floats<T>(values);
+}
+
+template <typename T, bool kSilu>
+__device__ inline uint4 normalise(uint4 bits, float scale, const float* gamma) {
+  float gammas[8];
+  load_floats(gamma, gammas);
+  return normalise<T, kSilu>(bits, scale, gammas);
+}
+
+}  // namespace wan

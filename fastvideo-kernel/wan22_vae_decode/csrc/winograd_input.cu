@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal history, RMS norm + SiLU (null gamma: neither), zero or halo padding and the input transform of F(4x4, 3x3):
+//   v [36, 2 + T, tile rows, tiles, C], component 6i + j = (B^T d B)[i][j] of the 6x6 pixels d around each 4x4 tile,
+// for a range of tile rows of x [T, H, W, C]. The two frames of history are normalised already (null: zeros).
+// A block normalises a strip of 6 rows x (4n + 2) columns once, a warp a pixel, into shared memory, rounded as a stored
+// activation would be; then a thread transforms four channels of a tile, two rows of components at a time.
+// Bound: memory, x read once (L2 holds the rows that strips share), 2.25 x (T + 2) / T of it written. SiLU is computed
+// 1.5 (4n + 2) / 4n times, the next bound: n = 4 needs 1.7.
+#include "launch.cuh"
+#include "norm_silu.cuh"
+#include "winograd.cuh"
+
+struct WinogradInputProblem {
+  int32_t frames, rows, columns, channels, halo;
+  int32_t first_tile_row, tile_rows;
+};
+
+namespace wan {
+
+struct WinogradInputArguments {
+  const void *x, *above, *below, *history;
+  const float* gamma;
+  void* v;
+  int32_t rows, columns, channels, edge;  // edge: rows of halo on each side
+  int32_t first_tile_row, tiles_across;
+  int64_t component_stride;  // in elements
+};
+
+namespace winograd {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kHistory = 2;
+
+// A pixel's channels, or null for zeros; `raw` values enter as they are.
+struct Source {
+  const uint4* pixel;
+  bool raw;
+};
+
+// Frame with history, row and column of the image; any of the latter two may lie outside.
+__device__ inline Source locate(const WinogradInputArguments& a, int frame, int row, int column) {
+  const int64_t vectors = a.channels / 8;
+  if (column < 0 || column >= a.columns || row < -a.edge || row >= a.rows + a.edge) return {nullptr, true};
+  if (frame < kHistory) {
+    const uint4* history = static_cast<const uint4*>(a.history);
+    if (history == nullptr) return {nullptr, true};
+    const int64_t line = int64_t(frame) * (a.rows + 2 * a.edge) + row + a.edge;
+    return {history + (line * a.columns + column) * vectors, true};
+  }
+  const int64_t t = frame - kHistory;
+  const bool raw = a.gamma == nullptr;
+  if (row < 0 || row >= a.rows) {
+    const uint4* halo = static_cast<const uint4*>(row < 0 ? a.above : a.below);
+    return {halo + (t * a.columns + column) * vectors, raw};
+  }
+  return {static_cast<const uint4*>(a.x) + ((t * a.rows + row) * a.columns + column) * vectors, raw};
+}
+
+// Four channels of a pixel. Volatile, because the compiler would keep a whole tile in registers, where it does not fit.
+__device__ inline uint2 load_shared(uint32_t address) {
+  uint2 bits;
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "r"(address));
+  return bits;
+}
+
+// Transforms along a row and stores its six components.
+template <typename T, int kRow>
+__device__ inline void store_row(const float (&line)[4][6], T* v, int64_t component_stride) {
+  float components[4][6];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) input_row<kRow>(line[c], components[c]);
+  T* target = v + 6 * kRow * component_stride;
+#pragma unroll
+  for (int j = 0; j < 6; ++j) {
+    const float values[4] = {components[0][j], components[1][j], components[2][j], components[3][j]};
+    store_floats(target + j * component_stride, values);
+  }
+}
+
+// Two rows of components of one tile and four channels. `pixels` is the shared address of the tile's first pixel;
+// neighbouring columns are kPitch bytes apart, rows kColumns of them.
+template <typename T, int kPair, int kColumns, int kPitch>
+__device__ inline void transform_pair(uint32_t pixels, T* v, int64_t component_stride) {
+  float lines[2][4][6];
+#pragma unroll
+  for (int j = 0; j < 6; ++j) {
+    float d[4][6];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) {
+      if (kPair != 0 && (i == 0 || i == 5)) continue;
+      float values[4];
+      to_floats<T>(load_shared(pixels + (i * kColumns + j) * kPitch), values);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) d[c][i] = values[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) input_pair<kPair>(d[c], lines[0][c][j], lines[1][c][j]);
+  }
+  store_row<T, pair_row(kPair, 0)>(lines[0], v, component_stride);
+  store_row<T, pair_row(kPair, 1)>(lines[1], v, component_stride);
+}
+
+// kVectors 16-byte vectors a lane hold a pixel, kPixels of them in flight; a strip has kTiles tiles.
+template <typename T, int kVectors, int kTiles, int kPixels>
+__global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __grid_constant__ WinogradInputArguments a) {
+  constexpr int kColumns = kTile * kTiles + 2, kStrip = kSize * kColumns;
+  constexpr int kPitch = 32 * kVectors;  // vectors between pixels, whatever the channels, so that offsets are constant
+  extern __shared__ uint4 strip[];       // [6, kColumns, kPitch]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int vectors = a.channels / 8;
+  const int frame = blockIdx.z, first_tile = blockIdx.x * kTiles;
+  const int top = kTile * (a.first_tile_row + static_cast<int>(blockIdx.y)) - 1, left = kTile * first_tile - 1;
+
+  constexpr bool kHeld = kVectors <= 2;  // gammas in registers
+  float gammas[kHeld ? kVectors : 1][8];
+#pragma unroll
+  for (int n = 0; n < kVectors; ++n) {
+    if (kHeld && a.gamma != nullptr && lane + 32 * n < vectors) load_floats(a.gamma + 8 * (lane + 32 * n), gammas[n]);
+  }
+  for (int first = warp; first < kStrip; first += kWarps * kPixels) {
+    Source sources[kPixels];
+    uint4 data[kPixels][kVectors];
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      const int pixel = first + p * kWarps;
+      const int row = pixel / kColumns, column = pixel % kColumns;
+      sources[p] = pixel < kStrip ? locate(a, frame, top + row, left + column) : Source{nullptr, true};
+#pragma unroll
+      for (int n = 0; n < kVectors; ++n) {
+        const bool load = sources[p].pixel != nullptr && lane + 32 * n < vectors;
+        data[p][n] = load ? __ldg(sources[p].pixel + lane + 32 * n) : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      const int pixel = first + p * kWarps;
+      if (pixel >= kStrip) break;
+      if (!sources[p].raw) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) sum += sum_of_squares<T>(data[p][n]);
+        const float scale = inverse_norm(warp_sum(sum));
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          if (lane + 32 * n >= vectors) continue;
+          if constexpr (kHeld) {
+            data[p][n] = normalise<T, true>(data[p][n], scale, gammas[n]);
+          } else {
+            data[p][n] = normalise<T, true>(data[p][n], scale, a.gamma + 8 * (lane + 32 * n));
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kVectors; ++n) {
+        if (lane + 32 * n < vectors) strip[pixel * kPitch + lane + 32 * n] = data[p][n];
+      }
+    }
+  }
+  __syncthreads();
+
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(strip));
+  const int quads = a.channels / 4;
+  const int items = min(kTiles, a.tiles_across - first_tile) * quads;
+  const int64_t first_line = int64_t(frame) * gridDim.y + blockIdx.y;
+  T* v = static_cast<T*>(a.v) + (first_line * a.tiles_across + first_tile) * a.channels;
+  for (int item = threadIdx.x; item < items; item += kThreads) {
+    const int tile = item / quads;
+    const uint32_t pixels = base + kTile * tile * kPitch * 16 + (item - tile * quads) * 8;
+    transform_pair<T, 0, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
+    transform_pair<T, 1, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
+    transform_pair<T, 2, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
+  }
+}
+
+template <typename T, int kVectors, int kTiles, int kPixels>
+int launch_input(const WinogradInputArguments& a, int tile_rows, int frames, cudaStream_t stream) {
+  const auto kernel = winograd_input_kernel<T, kVectors, kTiles, kPixels>;
+  constexpr int bytes = kSize * (kTile * kTiles + 2) * kVectors * 512;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return fail("winograd_input: %d bytes shared: %s", bytes, cudaGetErrorString(status));
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.tiles_across, kTiles)), tile_rows, kHistory + frames);
+  kernel<<<grid, kThreads, bytes, stream>>>(a);
+  return check_launch("winograd_input");
+}
+
+// Wide strips where shared memory still holds several blocks of them.
+template <typename T>
+int winograd_input(const WinogradInputArguments& a, int tile_rows, int frames, cudaStream_t stream) {
+  if (a.channels <= 256) return launch_input<T, 1, 4, 4>(a, tile_rows, frames, stream);
+  if (a.channels <= 512) return launch_input<T, 2, 2, 2>(a, tile_rows, frames, stream);
+  return launch_input<T, 4, 1, 1>(a, tile_rows, frames, stream);
+}
+
+}  // namespace winograd
+}  // namespace wan
+
+WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const void* x, const void* above,
+                                  const void* below, const void* history, const float* gamma, void* v, int dtype,
+                                  int device, cudaStream_t stream) {
+  const WinogradInputProblem& p = *problem;
+  if (p.channels < 8 || p.channels % 8 || p.channels > 1024) {
+    return wan::fail("winograd_input: %d channels are not a multiple of 8 up to 1024", p.channels);
+  }
+  const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTile);
+  if (p.frames < 1 || p.rows < 1 || p.columns < 1 || p.tile_rows < 1) return wan::fail("winograd_input: empty input");
+  if (p.first_tile_row < 0 || p.first_tile_row + int64_t(p.tile_rows) > tiles_down) {
+    return wan::fail("winograd_input: tile rows %d + %d of %lld", p.first_tile_row, p.tile_rows, (long long)tiles_down);
+  }
+  if (p.tile_rows > 65535 || p.frames > 65533) return wan::fail("winograd_input: %d frames in one launch", p.frames);
+  if (p.halo && (above == nullptr || below == nullptr)) return wan::fail("winograd_input: halo rows are missing");
+  const void* pointers[] = {x, above, below, history, gamma, v};
+  for (const void* pointer : pointers) {
+    if (!wan::is_aligned16(pointer)) return wan::fail("winograd_input: every pointer must be aligned to 16 bytes");
+  }
+  wan::DeviceGuard guard(device);
+  if (guard.check(device)) return 1;
+  const int32_t tiles_across = static_cast<int32_t>(wan::ceil_div(p.columns, wan::winograd::kTile));
+  const wan::WinogradInputArguments arguments{
+      x,
+      above,
+      below,
+      history,
+      gamma,
+      v,
+      p.rows,
+      p.columns,
+      p.channels,
+      p.halo ? 1 : 0,
+      p.first_tile_row,
+      tiles_across,
+      (p.frames + int64_t(wan::winograd::kHistory)) * p.tile_rows * tiles_across * p.channels};
+  switch (dtype) {
+    case wan::kFp16:
+      return wan::winograd::winograd_input<__half>(arguments, p.tile_rows, p.frames, stream);
+    case wan::kBf16:
+      return wan::winograd::winograd_input<__nv_bfloat16>(arguments, p.tile_rows, p.frames, stream);
+    default:
+      return wan::fail("winograd_input: no kernel for dtype %d", dtype);
+  }
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Enough of CUDA to run a kernel's source on a CPU: every thread of a block is a fiber, barriers and shuffles switch to
+// the next one. Included before the source, whose launches, inline assembly and shared memory the test rewrites.
+#pragma once
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace on_cpu {
+
+struct Barrier {
+  int arrived = 0, generation = 0;
+};
+
+struct Block {
+  static constexpr size_t kStack = 64 << 10;
+  std::vector<ucontext_t> fibers;
+  std::vector<bool> finished;
+  std::vector<char> stacks;
+  ucontext_t scheduler;
+  std::vector<Barrier> warps;
+  Barrier all;
+  std::vector<float> lanes;
+  size_t current = 0;
+  const std::function<void()>* body = nullptr;
+};
+
+inline Block block;
+inline std::vector<uint4> shared;
+
+}  // namespace on_cpu
+
+inline dim3 blockIdx, blockDim, gridDim, threadIdx;
+
+namespace on_cpu {
+
+inline void yield() { swapcontext(&block.fibers[block.current], &block.scheduler); }
+
+inline void wait(Barrier& barrier, int count) {
+  const int generation = barrier.generation;
+  if (++barrier.arrived == count) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  while (barrier.generation == generation) yield();
+}
+
+inline void fiber() {
+  (*block.body)();
+  block.finished[block.current] = true;
+  while (true) yield();
+}
+
+inline void run_block(size_t threads, const std::function<void()>& body) {
+  block.fibers.resize(threads);
+  block.finished.assign(threads, false);
+  block.stacks.resize(threads * Block::kStack);
+  block.warps.assign((threads + 31) / 32, Barrier{});
+  block.all = Barrier{};
+  block.lanes.assign(threads, 0.0f);
+  block.body = &body;
+  for (size_t thread = 0; thread < threads; ++thread) {
+    getcontext(&block.fibers[thread]);
+    block.fibers[thread].uc_stack.ss_sp = &block.stacks[thread * Block::kStack];
+    block.fibers[thread].uc_stack.ss_size = Block::kStack;
+    block.fibers[thread].uc_link = nullptr;
+    makecontext(&block.fibers[thread], fiber, 0);
+  }
+  for (bool running = true; running;) {
+    running = false;
+    for (size_t thread = 0; thread < threads; ++thread) {
+      if (block.finished[thread]) continue;
+      running = true;
+      block.current = thread;
+      threadIdx = dim3(static_cast<unsigned>(thread));
+      swapcontext(&block.scheduler, &block.fibers[thread]);
+    }
+  }
+}
+
+template <typename Kernel, typename... Arguments>
+void launch(Kernel kernel, dim3 grid, dim3 threads, size_t bytes, const Arguments&... arguments) {
+  gridDim = grid;
+  blockDim = threads;
+  const std::function<void()> body = [&] { kernel(arguments...); };
+  for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
+    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
+      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+        // NaN in every type: a block may read only what it wrote.
+        shared.resize((bytes + 15) / 16);
+        std::memset(static_cast<void*>(shared.data()), 0xff, 16 * shared.size());
+        run_block(threads.x, body);
+      }
+    }
+  }
+}
+
+inline uint4* shared_memory() { return shared.data(); }
+
+// By offset, as an instruction sees shared memory; an access outside of it ends the test.
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - reinterpret_cast<const char*>(shared.data()));
+}
+inline uint2 load_shared(uint32_t address) {
+  if (address + sizeof(uint2) > 16 * shared.size()) abort();
+  uint2 bits;
+  std::memcpy(&bits, reinterpret_cast<const char*>(shared.data()) + address, sizeof(bits));
+  return bits;
+}
+
+}  // namespace on_cpu
+
+inline void __syncthreads() { on_cpu::wait(on_cpu::block.all, static_cast<int>(blockDim.x)); }
+
+inline float __shfl_xor_sync(unsigned, float value, int distance) {
+  const size_t thread = on_cpu::block.current;
+  on_cpu::block.lanes[thread] = value;
+  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
+  const float other = on_cpu::block.lanes[thread ^ distance];
+  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
+  return other;
+}
+
+template <typename T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+
+using std::min;
+
+extern "C" float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+
+// The runtime, without a driver.
+extern "C" {
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 1, cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+}
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
