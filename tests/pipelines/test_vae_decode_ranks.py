@@ -50,7 +50,10 @@ def test_every_rank_has_the_full_video(scenario, ranks, expected):
         outcome = outcomes[scenario]
         torch.testing.assert_close(outcome["video"], expected[scenario], rtol=0, atol=1e-5)
         assert outcome["report"]["decode_path"] == kernel_path(ranks)
-        assert not outcome["lines"]
+    assert [outcomes[scenario]["lines"] for outcomes in ranks] == [
+        [f"Decoding with {kernel_path(ranks)}."] if scenario == "long" else [],
+        *[[]] * (len(ranks) - 1),
+    ]
     assert ranks[0]["long"]["prepared"] == 1
     assert ranks[0]["short"]["prepared"] == 0
 

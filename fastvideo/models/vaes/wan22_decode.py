@@ -84,11 +84,11 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         The writer must be the first of its sequence-parallel group. All ranks call it.
         """
         if self._tiles_over_ranks():
-            video = self.decode(z)
-            return video if is_writer else None
-        if self._parallel_group() is None:
-            return self.decode(z) if is_writer else None
-        video = self._decode_to(z, 0)
+            video = self._decode_to(z, "all")
+        elif self._parallel_group() is not None:
+            video = self._decode_to(z, 0)
+        else:
+            video = self.decode(z) if is_writer else None
         return video if is_writer else None
 
     def decode_report(self) -> dict[str, str]:
@@ -205,14 +205,14 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
             prepared.drop()  # before the new weights need the memory
             prepared.decoder = Decoder.from_state_dict(self.state_dict(), **source[1])
             prepared.source = source
-        decoder = prepared.decoder
+        decoder, group = prepared.decoder, source[1]["group"]
         assert decoder is not None
         video = decoder.decode(z.detach(), to=to)
-        path = ["wan22_vae_decode", decoder.backend, str(decoder.dtype).removeprefix("torch.")]
-        group = source[1]["group"]
-        if group is not None:
-            path.append(f"{group.world_size} ranks")
-        self._report = {"decode_path": ", ".join(path), "decode_reason": "decode_kernel is on"}
+        ranks = [] if group is None else [f"{group.world_size} ranks"]
+        path = ", ".join(["wan22_vae_decode", decoder.backend, str(decoder.dtype).removeprefix("torch."), *ranks])
+        if not current:
+            logger.info("Decoding with %s.", path)
+        self._report = {"decode_path": path, "decode_reason": "decode_kernel is on"}
         return video if video.shape[2] else None
 
     def _lost_peers(self, z: torch.Tensor) -> bool:

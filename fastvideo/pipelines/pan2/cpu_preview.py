@@ -8,6 +8,7 @@ without CUDA only; each function below corrects the upstream place that it names
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from fastvideo.logger import init_logger
@@ -22,6 +23,7 @@ def install() -> None:
     _skip_nccl_warmup()
     _keep_weights_in_place()
     _ignore_cuda_synchronize()
+    _autocast_on_the_cpu()
 
 
 def cpu_device() -> torch.device:
@@ -71,3 +73,23 @@ def _keep_weights_in_place() -> None:
 def _ignore_cuda_synchronize() -> None:
     # pipelines/stages/base.py:123 synchronises CUDA around each stage when FASTVIDEO_STAGE_LOGGING is set.
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+
+
+class _TorchOfTheCpu:
+    """``torch`` for modules that name "cuda" wherever they enter autocast."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def autocast(device_type: str, **options: Any) -> torch.autocast:
+        return torch.autocast("cpu", **options)
+
+
+def _autocast_on_the_cpu() -> None:
+    # pipelines/stages/denoising.py:465,595 and decoding.py:180,249 autocast "cuda", which without CUDA has no effect:
+    # Wan's float32 text embeddings then meet bfloat16 weights.
+    from fastvideo.pipelines.stages import decoding, denoising
+
+    for stage in (denoising, decoding):
+        stage.torch = _TorchOfTheCpu()
