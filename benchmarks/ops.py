@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import jit, layers
+from wan22_vae_decode import jit, layers, winograd
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.backends.cuda import heuristics, library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
@@ -31,6 +31,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LATENT_ROWS, LATENT_COLS, LATENT_FRAMES = 44, 78, 31
 # Both results are rounded to the type, the torch op's also between its steps.
 DIFFERENCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+WINOGRAD_DIFFERENCE = {torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass
@@ -113,7 +114,13 @@ class Bench:
     def fp32(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.ours.device)
 
-    def row(self, row: Row, run: Callable[[Backend], Tensor], timed: Callable[[Backend], object] | None = None) -> None:
+    def row(
+        self,
+        row: Row,
+        run: Callable[[Backend], Tensor],
+        timed: Callable[[Backend], object] | None = None,
+        limit: float | None = None,
+    ) -> None:
         """Checks and times `run` on both backends; `timed` where the timed part is less than what gives the result."""
         if self.only not in row.op:
             return
@@ -121,12 +128,25 @@ class Bench:
         try:
             result = run(self.ours)
             row.difference = difference(result, run(self.theirs))
-            if row.difference > DIFFERENCE[self.ours.dtype]:
+            if row.difference > (limit or DIFFERENCE[self.ours.dtype]):
                 row.failed = "differs"
             row.ms = median_ms(lambda: timed(self.ours))
             row.torch_ms = median_ms(lambda: timed(self.theirs), repeats=3, warmup=1)
         except Exception as error:
             row.failed = f"{type(error).__name__}: {error}"
+        self._finish(row)
+
+    def part(self, row: Row, run: Callable[[], object]) -> None:
+        """Times a kernel whose result a whole op's row has checked."""
+        if self.only not in row.op:
+            return
+        try:
+            row.ms = median_ms(run)
+        except Exception as error:
+            row.failed = f"{type(error).__name__}: {error}"
+        self._finish(row)
+
+    def _finish(self, row: Row) -> None:
         rate = (row.flops / self.report.matmul_tflops if row.flops else row.nbytes / self.report.copy_tbs) / 1e9
         row.share = rate / row.ms if row.ms else 0.0
         self.report.rows.append(row)
@@ -183,10 +203,16 @@ def time_ops(bench: Bench, frames: int, slab: int) -> None:
     )
     conv_row(bench, 0, frames, h, w, 48, 1024, 1, residual=False, normed=False)
     for level, t, rows, cols, c_in, c_out, first, rest in levels:
+        for channels, count in ((c_in, first), (c_out, rest)):
+            if not count:
+                continue
+            residual = channels == c_out
+            # Both methods side by side; only the chosen one counts.
+            chosen = bench.ours.conv3d_method(level, channels, c_out, split_rows=False)
+            conv_row(bench, level, t, rows, cols, channels, c_out, count * (chosen == "direct"), residual)
+            winograd_rows(bench, level, t, rows, cols, channels, c_out, count * (chosen == "winograd"), residual)
         if first:
-            conv_row(bench, level, t, rows, cols, c_in, c_out, first, residual=False)
             pointwise_row(bench, level, t, rows, cols, c_in, c_out, first)
-        conv_row(bench, level, t, rows, cols, c_out, c_out, rest, residual=True)
     # Counted in the attention.
     pointwise_row(bench, 0, frames, h, w, 1024, 3072, 0)
     attention_row(bench, frames, h, w, 1024)
@@ -227,6 +253,55 @@ def conv_row(bench, level, t, rows, cols, c_in, c_out, count, residual, normed=T
 
     row = Row("causal_conv3d", shape + (" +res" if residual else ""), count, flops=2.0 * 27 * pixels * c_in * c_out)
     bench.row(row, run)
+
+
+def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual) -> None:
+    """A whole F(4x4, 3x3) conv with what makes its input, then the three kernels of its first band."""
+    x, history = bench.random(1, t, rows, cols, c_in), bench.random(1, 2, rows, cols, c_in)
+    norm = 1 + 0.1 * bench.fp32(c_in)
+    weight = bench.weight(c_out, 3, 3, 3, c_in)
+    parts = [winograd.transform_weight(part).to(weight.dtype) for part in weight.split(128)]
+    conv = layers.WinogradConv(torch.cat(parts, dim=1), bench.fp32(c_out))
+    direct = layers.Conv(weight, conv.bias)
+    skip = bench.random(1, t, rows, cols, c_out) if residual else None
+    out = torch.empty(1, t, rows, cols, c_out, dtype=x.dtype, device=x.device)
+    shape = f"L{level} {t}x{rows}x{cols} {c_in}->{c_out}" + (" +res" if residual else "")
+
+    def run(ops: Backend) -> Tensor:
+        if ops is bench.ours:
+            return ops.winograd_conv3d(ops.norm_silu_pad(x, norm, history, None, conv)[0], conv, skip, out)
+        return ops.causal_conv3d(ops.norm_silu_pad(x, norm, history, None, direct)[0], direct, skip)
+
+    # Against the direct conv of torch; the rate is that of the products that remain.
+    flops = 2.0 * 36 * 3 * t * -(-rows // 4) * -(-cols // 4) * c_in * c_out
+    row = Row("winograd_conv3d", shape, count, flops=flops)
+    bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype])
+
+    kernels, size = bench.ours.kernels, x.element_size()
+    across = -(-cols // 4)
+    tile_row = across * 36 * ((t + 2) * c_in + t * c_out) * size
+    band = heuristics.tile_rows_per_band(-(-rows // 4), tile_row)
+    tiles = band * across
+    components = torch.empty(36, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
+    products = torch.empty(36, t, band, across, c_out, dtype=x.dtype, device=x.device)
+    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}" + (" +res" if residual else "")
+
+    def transform_input() -> None:
+        kernels.winograd_input(x[0], norm, history[0], None, 0, components)
+
+    def multiply() -> None:
+        windows = components.as_strided((36, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
+        kernels.tap_gemm(windows, conv.weight, None, None, products.flatten(1, 3))
+
+    def transform_output() -> None:
+        kernels.winograd_output(products, conv.bias, None if skip is None else skip[0], 0, out[0])
+
+    pixels = min(4 * band, rows) * cols
+    read = (t + 2) * pixels * c_in * size
+    bench.part(Row("winograd_input", shape, 0, nbytes=read + components.numel() * size), transform_input)
+    bench.part(Row("winograd GEMM", shape, 0, flops=2.0 * 36 * 3 * t * tiles * c_in * c_out), multiply)
+    moved = products.numel() * size + (2 if residual else 1) * t * pixels * c_out * size
+    bench.part(Row("winograd_output", shape, 0, nbytes=moved), transform_output)
 
 
 def pointwise_row(bench, level, t, rows, cols, c_in, c_out, count) -> None:

@@ -139,7 +139,7 @@ class Graph:
         self._resnet("mid_block.resnets.1", self.weights.mid_resnets[1], stream, history)
         self._up_block(0, stream, history, first)
         self._up_block(1, stream, history, first)
-        for slab, pixels, is_first in _slabs(stream.value, out, frames, first, frames_per_slab):
+        for slab, pixels, is_first in _slabs(stream, out, frames, first, frames_per_slab):
             self._up_block(2, slab, history, is_first)
             self._up_block(3, slab, history, is_first)
             self._head(slab, history, pixels, nonfinite)
@@ -243,9 +243,14 @@ class Graph:
 
 
 def _slabs(
-    x: Tensor, out: Tensor, frames: int, first: bool, frames_per_slab: int
+    stream: Stream, out: Tensor, frames: int, first: bool, frames_per_slab: int
 ) -> Iterator[tuple[Stream, Tensor, bool]]:
     """Cuts a pass's features and pixels after up block 1 into slabs of latent frames."""
+    if frames_per_slab >= frames:
+        # The stream itself, so that nothing here keeps its first value alive.
+        yield stream, out, first
+        return
+    x = stream.value
     offset = 0 if first else 1
     origin = video_frames(offset, offset + frames)[0]
     for start in range(0, frames, frames_per_slab):

@@ -95,12 +95,13 @@ def _prefix_steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) 
 def _tail_steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> Iterator[tuple[str, int]]:
     shape = OpShape(extent.batch, plan.frames, extent.rows, extent.cols, arch.inner, arch.inner, row_halo=extent.split)
     yield from _resnet_steps(ops, "mid_block.resnets.1", shape, 0, extent.split, 0)
+    # The prefix's output, which the pass holds to its end.
+    beside = _activation(ops, shape, arch.inner)
     for index, block in enumerate(arch.up_blocks[:2]):
-        yield from _up_block_steps(ops, index, block, shape, extent.split, 0)
+        yield from _up_block_steps(ops, index, block, shape, extent.split, beside)
         shape = _enlarged(shape, block)
-    beside = 0
     if plan.slab < plan.frames:
-        beside = _activation(ops, shape, shape.c_in)
+        beside += _activation(ops, shape, shape.c_in)
         shape = replace(shape, frames=shape.frames // plan.frames * plan.slab)
         if extent.batch > 1:
             beside += _activation(ops, shape, shape.c_in)

@@ -10,7 +10,7 @@ what is lost there goes through the whole decoder."""
 WINOGRAD_CHANNELS = 1024
 """Most input channels of the input transform."""
 
-WINOGRAD_BYTES = 1600 << 20
+WINOGRAD_BYTES = 800 << 20
 """Most bytes of components and their products at a time: enough that a band's GEMM takes dozens of waves."""
 
 TILE_M = 128
