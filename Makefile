@@ -23,6 +23,7 @@ KERNEL := fastvideo-kernel/pyproject.toml
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.overlay  ## two videos, two contact sheets and a table in out/
+	PYTHONWARNINGS='ignore:Failed to load image Python extension' \
 	$(PY) -m fastvideo.pipelines.pan2.demo $(if $(IMAGE),--image '$(IMAGE)') $(DEMO_FLAGS)
 
 test: $(VENV)/.overlay lint  ## format, lint, types and every test that this machine can run

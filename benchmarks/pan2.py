@@ -99,6 +99,7 @@ def denoising_step(arguments: argparse.Namespace) -> dict[str, Any]:
     from fastvideo.configs.models.dits.pan2 import PAN2Config
     from fastvideo.distributed import cleanup_dist_env_and_memory, maybe_init_distributed_environment_and_model_parallel
     from fastvideo.models.dits.pan2 import PAN2Transformer3DModel
+    from fastvideo.models.dits.pan2_fusions import set_fused_kernels
     from fastvideo.models.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
     from fastvideo.pipelines.pan2.stages import PAN2DenoisingStage, PAN2TimestepPreparationStage
     from fastvideo.pipelines.pipeline_batch_info import ForwardBatch
@@ -114,6 +115,7 @@ def denoising_step(arguments: argparse.Namespace) -> dict[str, Any]:
         for parameter in transformer.parameters():
             parameter.normal_(std=0.02)
     transformer.requires_grad_(False).eval()
+    fused = set_fused_kernels(transformer, True)
 
     preset = pan2.PAN2_T2V.defaults
     scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
@@ -148,6 +150,7 @@ def denoising_step(arguments: argparse.Namespace) -> dict[str, Any]:
         "layers": arguments.layers,
         "text_tokens": [arguments.text_tokens, 12],
         "guidance_scale": preset["guidance_scale"],
+        "fused_kernels": fused,
         "first_step_s": seconds[0],
         "step_s": seconds[1:],
         "finite": finite,

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ I2V_PROMPT = "Steam rises from the cup while the camera moves slowly closer."
 
 # FastVideo probes for NPUs at import and reports an error where there are none, in each of its processes.
 logging.getLogger("fastvideo.platforms").setLevel(logging.CRITICAL)
-# torchvision has no use for its image extension here, and FastVideo none for its own.
-warnings.filterwarnings("ignore", message="Failed to load image Python extension")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
