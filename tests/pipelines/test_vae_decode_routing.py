@@ -285,6 +285,13 @@ def test_module_without_data_is_upstream_s(tiny):
     assert "without data (meta device)" in vae.decode_report()["decode_reason"]
 
 
+def test_latents_elsewhere_are_upstream_s_to_refuse(tiny, lines):
+    vae, z = tiny.tiny_vae(**KERNEL), tiny.tiny_latents().to("meta")
+    with pytest.raises(RuntimeError, match="device"):
+        decoded(vae, z)
+    assert lines == [FALLBACK + "latents are on meta, but the VAE is on cpu; move one of them"]
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

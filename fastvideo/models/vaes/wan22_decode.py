@@ -167,6 +167,9 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
             return "use_light_vae changes the rule for the first frame"
         if not self.use_feature_cache:
             return "use_feature_cache=False decodes in tiles, which changes the pixels"
+        device, _ = self._placement()
+        if z.device != device:
+            return f"latents are on {z.device}, but the VAE is on {device}; move one of them"
         if torch.is_grad_enabled() and (z.requires_grad or self._decoder_learns()):
             return "gradients may be needed; decode under torch.no_grad() for the fast path"
         return why_not(self.state_dict(), device=z.device, dtype=config.decode_dtype, backend=self._backend())
