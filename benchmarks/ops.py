@@ -120,8 +120,11 @@ class Bench:
         run: Callable[[Backend], Tensor],
         timed: Callable[[Backend], object] | None = None,
         limit: float | None = None,
+        beside: bool = True,
     ) -> None:
-        """Checks and times `run` on both backends; `timed` where the timed part is less than what gives the result."""
+        """Checks `run` on both backends and times it on both (without `beside` on ours); `timed` where the timed part
+        is less than what gives the result.
+        """
         if self.only not in row.op:
             return
         timed = timed or run
@@ -131,7 +134,8 @@ class Bench:
             if row.difference > (limit or DIFFERENCE[self.ours.dtype]):
                 row.failed = "differs"
             row.ms = median_ms(lambda: timed(self.ours))
-            row.torch_ms = median_ms(lambda: timed(self.theirs), repeats=3, warmup=1)
+            if beside:
+                row.torch_ms = median_ms(lambda: timed(self.theirs), repeats=3, warmup=1)
         except Exception as error:
             row.failed = f"{type(error).__name__}: {error}"
         self._finish(row)
@@ -272,10 +276,10 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual) -> 
             return ops.winograd_conv3d(ops.norm_silu_pad(x, norm, history, None, conv)[0], conv, skip, out)
         return ops.causal_conv3d(ops.norm_silu_pad(x, norm, history, None, direct)[0], direct, skip)
 
-    # Against the direct conv of torch; the rate is that of the products that remain.
+    # Checked against torch's direct conv, timed in the rows above; the rate is that of the products that remain.
     flops = 2.0 * 36 * 3 * t * -(-rows // 4) * -(-cols // 4) * c_in * c_out
     row = Row("winograd_conv3d", shape, count, flops=flops)
-    bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype])
+    bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype], beside=False)
 
     kernels, size = bench.ours.kernels, x.element_size()
     across = -(-cols // 4)
@@ -378,6 +382,13 @@ def head_row(bench, t, rows, cols, c, dtype, count) -> None:
     weight[108:] = 0
     head = layers.Head(1 + 0.1 * bench.fp32(c), weight, 0.1 * bench.fp32(12))
     padded = {id(ops): ops.norm_silu_pad(x, head.norm, None, None, head)[0] for ops in (bench.ours, bench.theirs)}
+    row = Row(
+        "norm_silu_pad",
+        f"L3 {t}x{rows}x{cols} {c} head",
+        count,
+        nbytes=2.0 * (t + 2) * x[0, 0].numel() * x.element_size(),
+    )
+    bench.row(row, lambda ops: ops.norm_silu_pad(x, head.norm, None, None, head)[0].tensor)
     video = torch.empty(1, 3, t, 2 * rows, 2 * cols, dtype=dtype, device=x.device)
 
     def run(ops: Backend) -> Tensor:

@@ -419,6 +419,23 @@ def test_slab_choice(frames, size, expected):
     assert heuristics.frames_per_slab(frames, size) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"), [(88, 1, 88), (88, 45 << 20, 15), (11, 600 << 20, 1), (3, 1 << 40, 1)]
+)
+def test_band_choice(rows, size, expected):
+    assert heuristics.tile_rows_per_band(rows, size) == expected
+
+
+def test_method_choice():
+    def methods(dtype, split_rows):
+        return [heuristics.conv3d_method(dtype, level, 256, split_rows) for level in range(4)]
+
+    assert methods(torch.float16, False) == ["winograd"] * 4
+    assert methods(torch.float16, True) == ["direct", *["winograd"] * 3]
+    assert methods(torch.bfloat16, False) == ["direct", *["winograd"] * 3]
+    assert heuristics.conv3d_method(torch.float16, 2, 1032, False) == "direct"
+
+
 def test_structures_match_the_sources():
     """Field order and types of the ctypes structures are those of the C structures."""
     texts = "\n".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cu")))

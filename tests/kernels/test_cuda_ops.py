@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from wan22_vae_decode import backends, layers
+from wan22_vae_decode import backends, layers, winograd
 from wan22_vae_decode.backends.base import Halo
-from wan22_vae_decode.backends.cuda import selftest
+from wan22_vae_decode.backends.cuda import heuristics, selftest
 from wan22_vae_decode.backends.cuda.selftest import Case
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.errors import DecodeError
@@ -70,6 +70,10 @@ CASES = [
     Case("causal_conv3d", frames=2, rows=13, cols=15, c_in=512, c_out=264, history=True),
     Case("causal_conv3d", frames=1, rows=5, cols=3, c_in=1048, c_out=1032),
     Case("winograd_conv3d", batch=2, frames=2, rows=6, cols=9, c_in=128, c_out=192, halo=True),
+    Case("winograd_conv3d", batch=2, frames=1, rows=1, cols=1, c_in=8, c_out=8),
+    Case("winograd_conv3d", batch=2, frames=4, rows=18, cols=35, c_in=256, c_out=256, history=True),
+    Case("winograd_conv3d", frames=2, rows=13, cols=15, c_in=512, c_out=264, history=True, halo=True),
+    Case("winograd_conv3d", frames=1, rows=5, cols=3, c_in=1024, c_out=1032),
     Case("pointwise_conv", batch=2, frames=2, rows=7, cols=33, c_in=48, c_out=48),
     Case("pointwise_conv", frames=1, rows=31, cols=17, c_in=1024, c_out=512),
     Case("attention", batch=2, frames=9, rows=6, cols=5, c_in=256),
@@ -100,6 +104,33 @@ def test_every_tile_agrees_with_torch(backend, poisoned_memory, columns, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op_stays_inside_its_tensors(backend, guarded_memory, case):
     assert selftest.compare(backend, case, seed=9) <= selftest.tolerance(case, backend.dtype)
+
+
+def test_bands_do_not_change_a_winograd_conv(backend, monkeypatch):
+    case = Case("winograd_conv3d", batch=2, frames=3, rows=38, cols=22, c_in=128, c_out=136, history=True, halo=True)
+    run = selftest._OPS[case.op](case, selftest._Random(backend.dtype, 1))
+    whole = run(backend, lambda tensor: tensor.to(backend.device, copy=True))
+    monkeypatch.setattr(heuristics, "WINOGRAD_BYTES", 1)
+    for one, other in zip(run(backend, lambda tensor: tensor.to(backend.device, copy=True)), whole, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_history_carries_a_winograd_conv_across_passes(backend):
+    random = selftest._Random(backend.dtype, 2)
+    conv = layers.WinogradConv(
+        winograd.transform_weight(random.weight(64, 3, 3, 3, 256)).to(backend.device, backend.dtype),
+        random.fp32(64).to(backend.device),
+    )
+    x, norm = random(1, 4, 10, 14, 256).to(backend.device), 1 + 0.1 * random.fp32(256).to(backend.device)
+    source, kept = backend.norm_silu_pad(x, norm, None, None, conv)
+    whole = backend.winograd_conv3d(source, conv)
+    for split in (1, 3):
+        history, parts = None, []
+        for part in x.split(split, dim=1):
+            source, history = backend.norm_silu_pad(part.contiguous(), norm, history, None, conv)
+            parts.append(backend.winograd_conv3d(source, conv))
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+        assert torch.equal(history, kept)
 
 
 def some_layers(backend, frames=3, rows=20, cols=24, channels=64, seed=0):
@@ -182,25 +213,33 @@ def test_capture_into_a_graph(backend):
     assert torch.equal(video, expected)
 
 
-def test_more_than_2_31_elements(backend):
+@pytest.mark.parametrize("method", ["direct", "winograd"])
+def test_more_than_2_31_elements(backend, method):
     if torch.cuda.mem_get_info(backend.device)[0] < 48 << 30:
         pytest.skip("needs 48 GiB of GPU memory")
     frames, rows, cols, c_in, c_out = 20, 352, 624, 512, 64
     x = torch.randn(1, frames, rows, cols, c_in, dtype=backend.dtype, device=backend.device)
     assert x.numel() > 2**31
     random = selftest._Random(backend.dtype, 3)
-    conv = layers.Conv(random.weight(c_out, 3, 3, 3, c_in), random.fp32(c_out))
-    conv = layers.Conv(conv.weight.to(backend.device), conv.bias.to(backend.device))
-    norm = torch.ones(c_in, device=backend.device)
-    padded, _ = backend.norm_silu_pad(x, norm, None, None, conv)
-    y = backend.causal_conv3d(padded, conv)
+    weight, bias = random.weight(c_out, 3, 3, 3, c_in), random.fp32(c_out)
     # The last frame's last rows lie behind the 2^31st element.
-    tail = slice(rows - 6, rows)
+    tail = slice(rows - 8, rows)
+    norm = torch.ones(c_in)
     oracle = TorchBackend(torch.device("cpu"), torch.float32)
-    conv = layers.Conv(conv.weight.float().cpu(), conv.bias.cpu())
-    expected, _ = oracle.norm_silu_pad(x[:, -3:, tail].float().cpu(), norm.cpu(), None, None, conv)
+    conv = layers.Conv(weight.float(), bias)
+    expected, _ = oracle.norm_silu_pad(x[:, -3:, tail].float().cpu(), norm, None, None, conv)
     expected = oracle.causal_conv3d(expected, conv)[:, -1, 1:]
-    assert selftest.relative_error(y[:, -1, rows - 5 :].cpu(), expected) < selftest.TOLERANCE[backend.dtype]
+    prepared = {
+        "direct": layers.Conv(weight.to(backend.device), bias.to(backend.device)),
+        "winograd": layers.WinogradConv(
+            winograd.transform_weight(weight).to(backend.device, backend.dtype), bias.to(backend.device)
+        ),
+    }
+    conv = prepared[method]
+    padded, _ = backend.norm_silu_pad(x, norm.to(backend.device), None, None, conv)
+    y = (backend.causal_conv3d if method == "direct" else backend.winograd_conv3d)(padded, conv)
+    limit = (selftest.TOLERANCE if method == "direct" else selftest.WINOGRAD_TOLERANCE)[backend.dtype]
+    assert selftest.relative_error(y[:, -1, rows - 7 :].cpu(), expected) < limit
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
