@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import jit, layers, winograd
+from wan22_vae_decode import jit, layers, weights, winograd
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.backends.cuda import heuristics, library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
@@ -343,16 +343,31 @@ def time_double_row(bench, level, t, rows, cols, c) -> None:
 
 
 def upsample_row(bench, level, t, rows, cols, c_out, c_shortcut, factor, count) -> None:
-    """The whole op, then its second kernel alone."""
+    """The whole op in both forms, of which the chosen one counts, then the second kernel of the phases alone."""
     x = bench.random(1, t, rows, cols, c_out)
-    phases = torch.stack([bench.weight(c_out, 2, 2, c_out) for _ in range(4)]).unflatten(0, (2, 2))
-    up = layers.UpsampleConv(phases, None, bench.fp32(c_out))
+    weight, bias = bench.weight(c_out, c_out, 3, 3), bench.fp32(c_out)
     shortcut = bench.random(1, t // factor, rows, cols, c_shortcut)
     shape = f"L{level} {t}x{rows}x{cols} {c_out}"
     pixels = t * rows * cols
-    row = Row("upsample_conv2x", shape, count, flops=2.0 * 16 * pixels * c_out * c_out)
-    bench.row(row, lambda ops: ops.upsample_conv2x(x, up, shortcut, 0, None))
+    phases, products = (
+        rewrite(weight.double()).to(weight.dtype).contiguous()
+        for rewrite in (weights.upsample_phases, weights.upsample_products)
+    )
+    forms = {
+        "phases": (layers.UpsampleConv(phases, None, bias), 16),
+        "products": (layers.UpsampleConv(None, products, bias), 9),
+    }
+    chosen = bench.ours.upsample_method(level, c_out, c_out)
+    reference = forms["phases"][0]
+    for method, (up, taps) in forms.items():
+        row = Row(f"upsample {method}", shape, count * (method == chosen), flops=2.0 * taps * pixels * c_out * c_out)
+        bench.row(
+            row,
+            lambda ops, up=up: ops.upsample_conv2x(x, up if ops is bench.ours else reference, shortcut, 0, None),
+            beside=method == "phases",
+        )
 
+    up = reference
     slab = heuristics.frames_per_slab(t, 4 * rows * cols * c_out * x.element_size()) // factor * factor or factor
     part = bench.random(2, 2, slab, rows, cols, c_out)
     out = torch.empty(slab, 2 * rows, 2 * cols, c_out, dtype=x.dtype, device=x.device)

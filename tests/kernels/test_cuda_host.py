@@ -141,13 +141,34 @@ class Emulator:
             whole = whole + at(residual, dtype, shape)[:, rows].float()
         out.copy_(whole)
 
+    def upsample_differences(self, p, x, above, below, d, dtype):
+        dtype = ELEMENTS[dtype]
+        shape = (p.frames, p.rows, p.columns, p.channels)
+        source = at(x, dtype, shape).float()
+        edge = (p.frames, 1, *shape[2:])
+        rims = [at(rim, dtype, edge).float() if p.halo else torch.zeros(edge) for rim in (above, below)]
+        source = F.pad(torch.cat([rims[0], source, rims[1]], 1), (0, 0, 1, 1))
+        out = at(d, dtype, (3, 3, p.frames, p.band_rows, p.columns, p.channels))
+        for i in range(3):
+            rows = source[:, i : i + p.rows] - (source[:, 1:-1] if i != 1 else 0)
+            for j in range(3):
+                both = rows[:, :, j : j + p.columns] - (rows[:, :, 1:-1] if j != 1 else 0)
+                out[i, j] = both[:, p.first_row : p.first_row + p.band_rows]
+
     def upsample_combine(self, p, phases, bias, shortcut, y, dtype):
         dtype = ELEMENTS[dtype]
-        phases = at(phases, dtype, (2, 2, p.frames, p.rows, p.columns, p.channels)).float()
+        count = 3 if p.products else 2
+        phases = at(phases, dtype, (count, count, p.frames, p.rows, p.columns, p.channels)).float()
+        if p.products:
+            phases = phases[:-1] + phases[1:]
+            phases = phases[:, :-1] + phases[:, 1:]
         bias = at(bias, torch.float32, (p.channels,))
         last = (p.first_frame + p.frames - 1) // p.time_factor
-        shortcut = at(shortcut, dtype, (last + 1, p.rows, p.columns, p.shortcut_channels)).float()
-        out = at(y, dtype, (p.frames, 2 * p.rows, 2 * p.columns, p.channels))
+        band = slice(p.first_row, p.first_row + p.rows)
+        assert band.stop <= p.image_rows
+        shortcut = at(shortcut, dtype, (last + 1, p.image_rows, p.columns, p.shortcut_channels))[:, band].float()
+        out = at(y, dtype, (p.frames, 2 * p.image_rows, 2 * p.columns, p.channels))
+        out = out[:, 2 * band.start : 2 * band.stop]
         repeats = p.channels * 4 * p.time_factor // p.shortcut_channels
         for frame in range(p.frames):
             source, phase = divmod(p.first_frame + frame, p.time_factor)
@@ -193,7 +214,14 @@ REWRITES = (
     (r'asm\("rcp\.[^;]*;"[^;]*;', "y = 1.0f / x;"),
 )
 
-ON_CPU = ("norm_silu_pad", "winograd_input", "winograd_output", "upsample_combine", "strided_copy")
+ON_CPU = (
+    "norm_silu_pad",
+    "winograd_input",
+    "winograd_output",
+    "upsample_differences",
+    "upsample_combine",
+    "strided_copy",
+)
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +320,10 @@ CASES = [
     Case("upsample_conv2x", batch=2, frames=4, rows=3, cols=2, c_in=16, c_out=16, history=True, halo=True),
     Case("upsample_conv2x", batch=1, frames=2, rows=4, cols=3, c_in=32, c_out=16, history=True),
     Case("upsample_conv2x", batch=2, frames=1, rows=2, cols=5, c_in=64, c_out=16, history=True, halo=True),
+    Case("upsample_products", batch=2, frames=5, rows=1, cols=1, c_in=16, c_out=16),
+    Case("upsample_products", batch=2, frames=4, rows=3, cols=2, c_in=16, c_out=16, history=True, halo=True),
+    Case("upsample_products", batch=1, frames=2, rows=4, cols=3, c_in=32, c_out=16, history=True),
+    Case("upsample_products", batch=2, frames=1, rows=2, cols=5, c_in=64, c_out=16, history=True, halo=True),
     Case("output_head", batch=2, frames=3, rows=1, cols=1, c_in=16),
     Case("output_head", batch=2, frames=2, rows=3, cols=5, c_in=16, history=True, halo=True),
     Case("row_movement", batch=1, frames=2, rows=2, cols=3, c_in=8),
@@ -370,7 +402,11 @@ def test_history_carries_a_winograd_conv_across_passes(backend, split):
 
 
 @pytest.mark.parametrize(("frames", "rows", "cols", "batch"), [(1, 1, 1, 1), (4, 3, 2, 2)])
-def test_a_whole_decode_follows_the_reference(backend, make_state_dict, latents, frames, rows, cols, batch):
+def test_a_whole_decode_follows_the_reference(
+    backend, make_state_dict, latents, monkeypatch, frames, rows, cols, batch
+):
+    # The upsamplers of the two lower levels, as in the released decoder.
+    monkeypatch.setattr(heuristics, "UPSAMPLE_PRODUCTS_CHANNELS", 32)
     state_dict = make_state_dict(latent=8)
     inputs = latents(frames, rows, cols, batch, channels=8)
     exact = Decoder.from_state_dict(state_dict, device="cpu", dtype=torch.float64, backend="torch").decode(inputs)
@@ -387,10 +423,10 @@ def test_widths_that_the_kernels_cannot_take_are_refused(backend, make_state_dic
         Decoder.from_state_dict(make_state_dict(latent=4), device="cpu", dtype=backend.dtype, backend=backend)
 
 
-@pytest.mark.parametrize("op", ["upsample_conv2x", "output_head"])
+@pytest.mark.parametrize("op", ["upsample_conv2x", "upsample_products", "output_head"])
 def test_slabs_do_not_change_the_result(backend, emulator, monkeypatch, op):
     case = Case(op, batch=2, frames=5, rows=3, cols=4, c_in=16, c_out=16, history=True, halo=True)
-    case = replace(case, frames=4) if op == "upsample_conv2x" else case
+    case = case if op == "output_head" else replace(case, frames=4)
     selftest.compare(backend, case)
     whole = len(emulator.launched)
     monkeypatch.setattr(heuristics, "SCRATCH_BYTES", 1)
@@ -434,6 +470,9 @@ def test_method_choice():
     assert methods(torch.float16, True) == ["direct", *["winograd"] * 3]
     assert methods(torch.bfloat16, False) == ["direct", *["winograd"] * 3]
     assert heuristics.conv3d_method(torch.float16, 2, 1032, False) == "direct"
+    assert heuristics.upsample_method(torch.float16, 1024) == "products"
+    assert heuristics.upsample_method(torch.float16, 512) == "phases"
+    assert heuristics.upsample_method(torch.bfloat16, 1024) == "phases"
 
 
 def test_structures_match_the_sources():
@@ -446,6 +485,7 @@ def test_structures_match_the_sources():
         library.PadProblem,
         library.WinogradInputProblem,
         library.WinogradOutputProblem,
+        library.DifferencesProblem,
         library.UpsampleProblem,
         library.HeadProblem,
     ):

@@ -70,15 +70,16 @@ class Allocating(CudaBackend):
         pass
 
 
-@pytest.mark.parametrize("scratch", [None, 1])
+@pytest.mark.parametrize(("scratch", "upsample"), [(None, "phases"), (None, "products"), (1, "products")])
 @pytest.mark.parametrize(("frames_per_pass", "batch", "rows", "cols"), [(1, 1, 4, 6), (4, 1, 8, 12), (2, 2, 3, 5)])
 def test_cuda_pass_holds_no_more_than_the_formula(
-    scratch, frames_per_pass, batch, rows, cols, make_state_dict, latents, monkeypatch
+    scratch, upsample, frames_per_pass, batch, rows, cols, make_state_dict, latents, monkeypatch
 ):
     """With Winograd at the levels that bfloat16 uses it on, in as few bands as allowed or in as many as possible."""
     if scratch is not None:
         monkeypatch.setattr(heuristics, "WINOGRAD_BYTES", scratch)
         monkeypatch.setattr(heuristics, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(heuristics, "upsample_method", lambda dtype, channels: upsample)
     ops = Allocating(torch.bfloat16)
     decoder = Decoder.from_state_dict(
         make_state_dict(latent=8), device="cpu", backend=ops, dtype=torch.bfloat16, frames_per_pass=frames_per_pass

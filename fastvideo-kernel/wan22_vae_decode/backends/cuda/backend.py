@@ -77,6 +77,9 @@ class CudaBackend(Backend):
     def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
         return heuristics.conv3d_method(self.dtype, level, c_in, split_rows)
 
+    def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
+        return heuristics.upsample_method(self.dtype, c_in)
+
     def input_bytes(self, shape: OpShape) -> int:
         return 0 if shape.winograd else super().input_bytes(shape)
 
@@ -93,6 +96,10 @@ class CudaBackend(Backend):
         pixels = shape.rows * shape.cols
         size = self.dtype.itemsize
         halo_pixels = (shape.rows + 2 * shape.row_halo) * shape.cols
+        if op == "upsample_conv2x" and heuristics.upsample_method(self.dtype, shape.c_in) == "products":
+            row = 9 * shape.cols * (shape.c_in + shape.c_out) * size
+            frames = heuristics.frames_per_slab(shape.frames, shape.rows * row)
+            return frames * heuristics.rows_per_band(shape.rows, row) * row
         if op == "upsample_conv2x":
             padded = shape.batch * shape.frames * halo_pixels * shape.c_in * size if shape.row_halo else 0
             frame = 4 * pixels * shape.c_out * size
@@ -284,12 +291,28 @@ class CudaBackend(Backend):
     def upsample_conv2x(
         self, x: Tensor, up: UpsampleConv, shortcut: Tensor, skip_frames: int, halo: Halo | None
     ) -> Tensor:
+        batch, frames, rows, cols, _ = x.shape
+        out = x.new_empty(batch, frames, 2 * rows, 2 * cols, up.bias.shape[0])
         if up.phases is None:
-            raise ValueError("these upsample weights are in the product form, which the CUDA backend does not ask for")
+            self._upsample_products(x, up, shortcut, skip_frames, halo, out)
+        else:
+            self._upsample_phases(x, up, up.phases, shortcut, skip_frames, halo, out)
+        return out
+
+    def _upsample_phases(
+        self,
+        x: Tensor,
+        up: UpsampleConv,
+        weights: Tensor,
+        shortcut: Tensor,
+        skip_frames: int,
+        halo: Halo | None,
+        out: Tensor,
+    ) -> None:
+        """Four 2x2 convs at the low resolution, then their interleaving."""
         batch, frames, rows, cols, c_in = x.shape
-        c_out = up.bias.shape[0]
+        c_out = out.shape[-1]
         factor = (frames + skip_frames) // shortcut.shape[1]
-        out = x.new_empty(batch, frames, 2 * rows, 2 * cols, c_out)
         if halo is not None:
             padded = x.new_empty(batch, frames, rows + 2, cols, c_in)
             for item in range(batch):
@@ -300,7 +323,7 @@ class CudaBackend(Backend):
         for item in range(batch):
             for start in range(0, frames, slab):
                 count = min(slab, frames - start)
-                phases = scratch[: 4 * count * rows * cols * c_out].view(2, 2, count, rows, cols, c_out)
+                phases = _leading(scratch, 2, 2, count, rows, cols, c_out)
                 for row in range(2):
                     for col in range(2):
                         # Phase 0 looks at the source pixel and the one before it, phase 1 at the one behind it.
@@ -309,7 +332,7 @@ class CudaBackend(Backend):
                             source = source[:, :, row : row + rows + 1]
                         self.kernels.conv3d(
                             source,
-                            up.phases[row, col].unsqueeze(1),
+                            weights[row, col].unsqueeze(1),
                             None,
                             None,
                             phases[row, col].unsqueeze(0),
@@ -319,7 +342,38 @@ class CudaBackend(Backend):
                 self.kernels.upsample_combine(
                     phases, up.bias, shortcut[item], skip_frames + start, factor, out[item, start : start + count]
                 )
-        return out
+
+    def _upsample_products(
+        self, x: Tensor, up: UpsampleConv, shortcut: Tensor, skip_frames: int, halo: Halo | None, out: Tensor
+    ) -> None:
+        """Nine 1x1 products of differences, then the sums of four that make each phase, band by band."""
+        assert up.products is not None
+        batch, frames, rows, cols, c_in = x.shape
+        c_out = out.shape[-1]
+        factor = (frames + skip_frames) // shortcut.shape[1]
+        row_bytes = 9 * cols * (c_in + c_out) * x.element_size()
+        slab = heuristics.frames_per_slab(frames, rows * row_bytes)
+        band = heuristics.rows_per_band(rows, row_bytes)
+        weights = up.products.view(9, c_out, 1, c_in)
+        difference_scratch = x.new_empty(9 * slab * band * cols * c_in)
+        product_scratch = x.new_empty(9 * slab * band * cols * c_out)
+        for item in range(batch):
+            for start in range(0, frames, slab):
+                interval = slice(start, min(start + slab, frames))
+                source, target = x[item, interval], out[item, interval]
+                rim = None if halo is None else Halo(*(line[item, interval] for line in halo))
+                for first in range(0, rows, band):
+                    extent = (source.shape[0], min(band, rows - first), cols)
+                    differences = _leading(difference_scratch, 3, 3, *extent, c_in)
+                    products = _leading(product_scratch, 3, 3, *extent, c_out)
+                    self.kernels.upsample_differences(source, rim, first, differences)
+                    pixels = math.prod(extent)
+                    self.kernels.tap_gemm(
+                        differences.view(9, pixels, 1, c_in), weights, None, None, products.view(9, pixels, c_out)
+                    )
+                    self.kernels.upsample_combine(
+                        products, up.bias, shortcut[item], skip_frames + start, factor, target, first
+                    )
 
     def output_head(self, x: Padded, head: Head, out: Tensor, nonfinite: Tensor) -> None:
         if out.dtype == torch.float64:

@@ -13,6 +13,10 @@ WINOGRAD_CHANNELS = 1024
 WINOGRAD_BYTES = 800 << 20
 """Most bytes of components and their products at a time: enough that a band's GEMM takes dozens of waves."""
 
+UPSAMPLE_PRODUCTS_CHANNELS = 1024
+"""From how many channels the nine-product upsample form pays: what it saves in arithmetic grows with their square, its
+additional differences and products in memory only with their number."""
+
 TILE_M = 128
 
 # Columns of a tile -> its time per K step, relative: the narrow tile reads A twice as often for its products.
@@ -42,6 +46,11 @@ def conv3d_method(dtype: torch.dtype, level: int, c_in: int, split_rows: bool) -
     return "winograd" if aligned and level in WINOGRAD_LEVELS[dtype] and c_in <= WINOGRAD_CHANNELS else "direct"
 
 
+def upsample_method(dtype: torch.dtype, channels: int) -> str:
+    """ "products" where they pay; bfloat16 would lose accuracy in the differences."""
+    return "products" if dtype == torch.float16 and channels >= UPSAMPLE_PRODUCTS_CHANNELS else "phases"
+
+
 def tile_rows_per_band(tile_rows: int, bytes_per_tile_row: int) -> int:
     """Rows of tiles to transform at a time so that they stay within WINOGRAD_BYTES; bands as even as possible."""
     return _even(tile_rows, WINOGRAD_BYTES // max(1, bytes_per_tile_row))
@@ -50,6 +59,11 @@ def tile_rows_per_band(tile_rows: int, bytes_per_tile_row: int) -> int:
 def frames_per_slab(frames: int, bytes_per_frame: int) -> int:
     """Frames to work on at a time so that a slab's scratch stays within SCRATCH_BYTES; slabs as even as possible."""
     return _even(frames, SCRATCH_BYTES // max(1, bytes_per_frame))
+
+
+def rows_per_band(rows: int, bytes_per_row: int) -> int:
+    """Rows of one frame to work on at a time, likewise: all of them if they fit."""
+    return _even(rows, SCRATCH_BYTES // max(1, bytes_per_row))
 
 
 def _even(count: int, most: int) -> int:

@@ -15,6 +15,7 @@ from wan22_vae_decode.backends.cuda.library import (
     DTYPES,
     ELEMENTS,
     Conv3dProblem,
+    DifferencesProblem,
     HeadProblem,
     PadProblem,
     TapGemmProblem,
@@ -173,22 +174,50 @@ class Kernels:
         arguments = (problem, products, bias, residual, out, DTYPES[out.dtype])
         self._launch("wan_winograd_output", arguments, out)
 
-    def upsample_combine(
-        self, phases: Tensor, bias: Tensor, shortcut: Tensor, first_frame: int, time_factor: int, out: Tensor
-    ) -> None:
-        """Interleaves the four phases of an upsample conv and adds bias and DupUp3D shortcut.
+    def upsample_differences(self, x: Tensor, halo: Halo | None, first_row: int, differences: Tensor) -> None:
+        """Input of the nine-product form of an upsample conv, for a range of rows.
 
         Args:
-            phases: [2, 2, F, H, W, C].
+            x: [F, H, W, C].
+            halo: rows [F, 1, W, C] each; None are zeros.
+            first_row: the first of the range.
+            differences: [3, 3, F, rows of the range, W, C], written; the first two axes are (x[-1] - x[0], x[0],
+                x[1] - x[0]) along rows and columns.
+        """
+        frames, rows, cols, channels = x.shape
+        problem = DifferencesProblem(frames, rows, cols, channels, halo is not None, first_row, differences.shape[3])
+        above, below = halo or (None, None)
+        arguments = (problem, x, above, below, differences, DTYPES[x.dtype])
+        self._launch("wan_upsample_differences", arguments, differences)
+
+    def upsample_combine(
+        self,
+        parts: Tensor,
+        bias: Tensor,
+        shortcut: Tensor,
+        first_frame: int,
+        time_factor: int,
+        out: Tensor,
+        first_row: int = 0,
+    ) -> None:
+        """Interleaves the four phases of an upsample conv and adds bias and DupUp3D shortcut, for a range of rows.
+
+        Args:
+            parts: the phases [2, 2, F, rows of the range, W, C], or [3, 3, ...]: the products that they are sums of.
             bias: [C] float32.
             shortcut: [T, H, W, C_s].
             first_frame: of the enlarged shortcut, the frame that belongs to frame 0 of ``out``.
             time_factor: frames that DupUp3D makes of one.
             out: [F, 2H, 2W, C].
+            first_row: of the shortcut, where the range begins.
         """
-        _, _, frames, rows, cols, channels = phases.shape
-        problem = UpsampleProblem(frames, rows, cols, channels, shortcut.shape[-1], time_factor, first_frame)
-        self._launch("wan_upsample_combine", (problem, phases, bias, shortcut, out, DTYPES[phases.dtype]), out)
+        count, _, frames, rows, cols, channels = parts.shape
+        problem = UpsampleProblem(
+            *(frames, rows, cols, channels),
+            *(shortcut.shape[-1], time_factor, first_frame),
+            *(first_row, shortcut.shape[1], count == 3),
+        )
+        self._launch("wan_upsample_combine", (problem, parts, bias, shortcut, out, DTYPES[parts.dtype]), out)
 
     def output_head(self, part: Tensor, bias: Tensor, halo: bool, video: Tensor, nonfinite: Tensor) -> None:
         """Sums the head's nine shifted copies and writes pixels.

@@ -5,6 +5,7 @@
 comparison, on other shapes, serves the GPU tests and the benchmark.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -59,6 +60,8 @@ CASES = (
     Case("time_double", history=True),
     Case("upsample_conv2x", c_in=64, c_out=64),
     Case("upsample_conv2x", c_in=128, c_out=64, history=True, halo=True),
+    Case("upsample_products"),
+    Case("upsample_products", c_in=128, c_out=64, history=True, halo=True),
     Case("output_head"),
     Case("output_head", history=True, halo=True),
     Case("row_movement", batch=2),
@@ -260,16 +263,14 @@ def _time_double(case: Case, random: _Random) -> Run:
     return run
 
 
-def _upsample_conv2x(case: Case, random: _Random) -> Run:
+def _upsample_conv2x(case: Case, random: _Random, products: bool = False) -> Run:
     # Shapes of the released decoder: C -> C after a time doubling, 2C -> C without.
     factor = 2 if case.c_in == case.c_out else 1
     skip = factor - 1 if not case.history else 0
     x = _activation(case, random)
-    up = layers.UpsampleConv(
-        torch.stack([random.weight(case.c_out, 2, 2, case.c_in) for _ in range(4)]).unflatten(0, (2, 2)),
-        None,
-        random.fp32(case.c_out),
-    )
+    taps = torch.stack([random.weight(case.c_out, 2, 2, case.c_in) for _ in range(4)]).unflatten(0, (2, 2))
+    nine = torch.stack([random.weight(case.c_out, case.c_in) for _ in range(9)]).unflatten(0, (3, 3)) / 2
+    up = layers.UpsampleConv(None if products else taps, nine if products else None, random.fp32(case.c_out))
     frames = (case.frames + skip) // factor
     x = x[:, : frames * factor - skip].contiguous()
     shortcut = random(case.batch, frames, case.rows, case.cols, case.c_in)
@@ -323,6 +324,7 @@ _OPS: dict[str, Callable[[Case, _Random], Run]] = {
     "attention": _attention,
     "time_double": _time_double,
     "upsample_conv2x": _upsample_conv2x,
+    "upsample_products": functools.partial(_upsample_conv2x, products=True),
     "output_head": _output_head,
     "row_movement": _row_movement,
 }
