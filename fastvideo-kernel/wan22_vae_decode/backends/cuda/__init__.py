@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as our own CUDA kernels, built on first use (`wan22_vae_decode.jit`) and checked before they are trusted.
 
-What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16), and what bounds each op:
+What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16; convs per layer), and what bounds it:
 
     op                  level 0        level 1        level 2         level 3         bound
     pixels (F)          13.7 k (4)     110 k (8)      879 k (16)      3.51 M (16)
-    conv3d, each        0.78 TFLOP     6.2 TFLOP      12.4 (C 512)    12.4 (C 256)    tensor cores, 800 TFLOP/s
-    norm + SiLU + pad   0.1 GB         0.6 GB         2.1 GB          4.3 GB          memory, 4.2 TB/s
+    channels            1024           1024           512             256
+    conv3d, direct      0.78 TFLOP     6.2 TFLOP      12.4            12.4            tensor cores, 800 TFLOP/s
+    conv3d, F(4x4,3x3)  0.20 TFLOP     1.6 TFLOP      3.1             3.1             the same, and memory:
+      input transform   0.13 GB        0.9 GB         3.6 GB          7.3 GB          (two slabs, history in each)
+      output transform  0.13 GB        1.0 GB         3.8 GB          7.7 GB          (with residual)
     time conv           0.17 TFLOP     1.4 TFLOP      -               -               tensor cores
-    upsample phases     0.9 TFLOP      7.4 TFLOP      7.4 TFLOP       -               tensor cores
-    upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory
+    upsample, phases    0.9 TFLOP      7.4 TFLOP      7.4 TFLOP       -               tensor cores
+    upsample, products  0.5 TFLOP      4.1 TFLOP      4.1 TFLOP       -               the same, and 2 x 9 activations
+    upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory, 4.2 TB/s
     head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
-121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s; everything bound by memory about 0.2 s.
+121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. With F(4x4,3x3) the GEMMs of the resnets take
+0.55 s at the rates of a batched GEMM, their transforms 0.28 s at copy speed, all else about 0.28 s.
 """
 
 import functools
