@@ -61,7 +61,7 @@ def test_missing_metadata_is_refused(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", absent)
-    with pytest.raises(ImportError, match="is not installed as a package"):
+    with pytest.raises(ImportError, match="fastvideo-pan2 is not installed as a package"):
         upstream.check_ownership()
 
 

@@ -21,6 +21,7 @@ REQUESTS = {
     "unguided": {"sampling": {"guidance_scale": 1.0}},
     "unguided_negative": {"sampling": {"guidance_scale": 1.0}, "negative_prompt": "blurred"},
     "empty_prompt": {"prompt": ""},
+    "no_negative": {"negative_prompt": None},
     # 3 latent frames of 3 x 5 tokens: 45 tokens, which neither 2 nor 4 ranks divide.
     "odd": {"sampling": {"height": 96, "width": 160, "num_frames": 9, "num_inference_steps": 1}},
 }
@@ -77,6 +78,10 @@ def test_guidance_uses_the_negative_prompt_only_above_one(one_worker):
     assert np.array_equal(load(one_worker, "unguided"), load(one_worker, "unguided_negative"))
 
 
+def test_absent_negative_prompt_is_an_empty_one(one_worker):
+    assert np.array_equal(load(one_worker, "plain"), load(one_worker, "no_negative"))
+
+
 def test_prompt_and_image_change_the_video(one_worker):
     assert not np.array_equal(load(one_worker, "plain"), load(one_worker, "empty_prompt"))
     assert not np.array_equal(load(one_worker, "plain"), load(one_worker, "image"))
@@ -116,6 +121,16 @@ def test_spawned_workers_give_the_frames_of_one(ranks, one_worker, tmp_path, run
     run_python(scripts / "generate.py", tiny_checkpoint, tmp_path, options, json.dumps(requests))
     for name in requests:
         assert_same_frames(load(tmp_path, name), load(one_worker, name))
+
+
+def test_request_that_one_rank_cannot_save_is_refused_on_all(one_worker, tmp_path, run_ranks, scripts, tiny_checkpoint):
+    unwritable = {"output_path": str(tmp_path / "file.mp4"), "save_video": True, "return_frames": True}
+    requests = {"unwritable": {"output": unwritable}, "plain": {}}
+    command = (scripts / "generate.py", tiny_checkpoint, tmp_path, json.dumps(OPTIONS), json.dumps(requests))
+    run_ranks(2, *command, PAN2_TEST_UNWRITABLE="1")
+    for rank in range(2):
+        assert "is not writable" in json.loads((tmp_path / f"unwritable.rank{rank}.json").read_text())["error"]
+    assert_same_frames(load(tmp_path, "plain"), load(one_worker, "plain"))
 
 
 def test_torchrun_refuses_another_number_of_gpus(tmp_path, run_ranks, scripts, tiny_checkpoint):

@@ -8,10 +8,13 @@ import json
 import shutil
 
 import pytest
+from fastvideo.configs.models.vaes.wan22_decode import WanVAEConfig
 from fastvideo.configs.pipelines.pan2 import PAN2PipelineConfig
 from fastvideo.pipelines.pan2.registration import is_pan2
 
+HIJACKED = "cosmos_turbowan"  # words that FastVideo's other detectors look for in paths
 INDEXES = {
+    HIJACKED: ("model_index.json", "PAN2Pipeline"),
     "plain": ("model_index.json", "PAN2Pipeline"),
     "modular_class": ("model_index.json", "PAN2ModularPipeline"),
     "modular_index": ("modular_model_index.json", "PAN2ModularPipeline"),
@@ -39,7 +42,9 @@ def test_nothing_happens_without_the_import(seen):
     before = seen["before"]
     assert not before["pipeline"]
     assert before["vae"] == "fastvideo.models.vaes.wanvae"
-    assert set(before["checkpoints"].values()) == {"No model info found for model path"}
+    others = {str(found) for name, found in before["checkpoints"].items() if name != HIJACKED}
+    assert others == {"No model info found for model path"}
+    assert before["checkpoints"][HIJACKED] != ["PAN2Pipeline", "PAN2PipelineConfig"]
 
 
 @pytest.mark.parametrize("kind", INDEXES)
@@ -67,6 +72,12 @@ def test_detector_ignores_paths_that_mention_pan2():
     assert not is_pan2("wanpipeline")
 
 
+@pytest.mark.parametrize("shift", [0.0, -3.0, float("nan"), float("inf")])
+def test_shift_that_is_not_positive_is_refused(shift):
+    with pytest.raises(ValueError, match=r"flow_shift is .*: give a positive number"):
+        PAN2PipelineConfig(flow_shift=shift).check_pipeline_config()
+
+
 def test_decode_switches_are_one_state_with_the_vae_config():
     config = PAN2PipelineConfig()
     assert config.vae_config.decode_kernel
@@ -79,6 +90,7 @@ def test_decode_switches_are_one_state_with_the_vae_config():
     assert config.vae_config.decode_kernel
     assert not copy.deepcopy(config).vae_decode_kernel_parallel
     assert not PAN2PipelineConfig(vae_decode_kernel=False).vae_config.decode_kernel
+    assert not PAN2PipelineConfig(vae_config=WanVAEConfig(decode_kernel=False)).vae_decode_kernel
 
 
 def test_misspelt_switch_is_refused():

@@ -130,6 +130,19 @@ def test_cover_crop_keeps_the_centre():
     assert -1.0 <= cropped.min() <= cropped.max() <= 1.0
 
 
+@pytest.mark.parametrize("size", [(600, 400), (601, 397), (50, 99), (33, 1000)])
+@pytest.mark.parametrize("canvas", [(192, 320), (32, 64), (64, 32)])
+def test_cover_crop_follows_the_whole_pixel_rule(size, canvas):
+    pixels = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), np.uint8)
+    height, width = canvas
+    scale = max(width / size[0], height / size[1])
+    scaled = Image.fromarray(pixels).resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)
+    left, top = round((scaled.width - width) / 2), round((scaled.height - height) / 2)
+    expected = np.asarray(scaled)[top : top + height, left : left + width]
+    actual = (cover_crop(Image.fromarray(pixels), height, width)[0, :, 0].permute(1, 2, 0) + 1) * 127.5
+    assert np.abs(actual.numpy() - expected).max() < 1e-2
+
+
 class Transformer(torch.nn.Module):
     """Predicts the sum of its text, so that guidance shows."""
 

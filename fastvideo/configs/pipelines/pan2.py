@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,17 +28,21 @@ class ActivatesOnUnpickle:
 
 
 class VaeSwitch:
-    """A dataclass field that is another name for a field of ``vae_config``, with a default of its own."""
+    """A dataclass field that is another name for a field of ``vae_config``; None leaves that as it is."""
 
-    def __init__(self, name: str, default: bool) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.default = default
 
-    def __get__(self, config: Any, owner: type) -> Any:
-        return self.default if config is None else getattr(config.vae_config, self.name)
+    def __get__(self, config: Any, owner: type) -> bool | None:
+        return None if config is None else getattr(config.vae_config, self.name, False)
 
-    def __set__(self, config: Any, value: bool) -> None:
-        setattr(config.vae_config, self.name, value)
+    def __set__(self, config: Any, value: bool | None) -> None:
+        if value is not None:
+            setattr(config.vae_config, self.name, value)
+
+
+def _decode_by_kernels() -> WanVAEConfig:
+    return WanVAEConfig(decode_kernel=True, decode_kernel_parallel=True)
 
 
 @dataclass
@@ -55,7 +60,7 @@ class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
     """
 
     dit_config: DiTConfig = field(default_factory=PAN2Config)
-    vae_config: VAEConfig = field(default_factory=WanVAEConfig)
+    vae_config: VAEConfig = field(default_factory=_decode_by_kernels)
     text_encoder_configs: tuple[EncoderConfig, ...] = field(default_factory=lambda: (Qwen3_5Config(),))
 
     flow_shift: float | None = None
@@ -67,8 +72,8 @@ class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
     text_encoder_precisions: tuple[str, ...] = ("bf16",)
 
     # After vae_config, which they forward to.
-    vae_decode_kernel: bool = VaeSwitch("decode_kernel", default=True)  # type: ignore[assignment]
-    vae_decode_kernel_parallel: bool = VaeSwitch("decode_kernel_parallel", default=True)  # type: ignore[assignment]
+    vae_decode_kernel: bool | None = VaeSwitch("decode_kernel")  # type: ignore[assignment]
+    vae_decode_kernel_parallel: bool | None = VaeSwitch("decode_kernel_parallel")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self.vae_config.load_encoder = True
@@ -78,5 +83,10 @@ class PAN2PipelineConfig(ActivatesOnUnpickle, PipelineConfig):
         """Raises ValueError for settings that contradict each other."""
         if not self.vae_decode_kernel:
             self.vae_decode_kernel_parallel = False
-        self.vae_config.check_decode()
+        if isinstance(self.vae_config, WanVAEConfig):
+            self.vae_config.check_decode()
+        if self.flow_shift is not None and not 0 < self.flow_shift < math.inf:
+            raise ValueError(
+                f"flow_shift is {self.flow_shift}: give a positive number, or None for the checkpoint's own."
+            )
         super().check_pipeline_config()

@@ -271,7 +271,8 @@ class PAN2Transformer3DModel(BaseDiT):
     _supported_attention_backends = PAN2Config()._supported_attention_backends
     param_names_mapping: ClassVar[dict] = {}
     reverse_param_names_mapping: ClassVar[dict] = {}
-    lora_param_names_mapping: ClassVar[dict] = {}
+    # Adapters saved by diffusers name the component first.
+    lora_param_names_mapping: ClassVar[dict] = {r"^transformer\.(.*)$": r"\1"}
 
     def __init__(self, config: PAN2Config, hf_config: dict[str, Any]) -> None:
         super().__init__(config=config, hf_config=hf_config)

@@ -29,8 +29,12 @@ def check_checkpoint(folder: str | Path, config: PAN2Config) -> None:
         FileNotFoundError: the folder has no safetensors files, or its index names files that are absent.
         ValueError: a file is damaged, or tensors are missing, unexpected, misshapen or stored twice; all are listed.
     """
-    found, repeated = _stored_shapes(Path(folder))
-    expected = expected_shapes(config)
+    compare_tensors(Path(folder), expected_shapes(config), "the PAN2 transformer")
+
+
+def compare_tensors(folder: Path, expected: Shapes, what: str) -> None:
+    """Check that ``folder`` holds exactly the expected tensors; raises as `check_checkpoint` does."""
+    found, repeated = stored_shapes(folder)
     misshapen = [
         f"{name} is {list(found[name])} instead of {list(shape)}"
         for name, shape in expected.items()
@@ -44,7 +48,7 @@ def check_checkpoint(folder: str | Path, config: PAN2Config) -> None:
     }
     if any(complaints.values()):
         listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in complaints.items() if names)
-        raise ValueError(f"{folder} does not hold the PAN2 transformer that its config.json describes: {listed}")
+        raise ValueError(f"{folder} does not hold {what} that its config.json describes: {listed}")
 
 
 def expected_shapes(config: PAN2Config) -> Shapes:
@@ -85,8 +89,13 @@ def _ranges(numbers: list[int]) -> str:
     return parts[0] if len(numbers) == 1 else f"[{','.join(parts)}]"
 
 
-def _stored_shapes(folder: Path) -> tuple[Shapes, list[str]]:
-    """Shapes of all tensors in the folder's safetensors files, and the names that more than one file holds."""
+def stored_shapes(folder: Path) -> tuple[Shapes, list[str]]:
+    """Shapes of all tensors in the folder's safetensors files, and the names that more than one file holds.
+
+    Raises:
+        FileNotFoundError: there are no such files, or the index names others.
+        ValueError: a file is damaged.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors files: is the checkpoint complete?")
@@ -108,8 +117,10 @@ def _stored_shapes(folder: Path) -> tuple[Shapes, list[str]]:
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    return {
-        name
-        for index in folder.glob("*.safetensors.index.json")
-        for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    }
+    names: set[str] = set()
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            names.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of weight files: copy or download it again") from error
+    return names

@@ -10,10 +10,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastvideo.configs.models.dits.pan2 import PAN2ArchConfig, PAN2Config
+from fastvideo.configs.models.vaes.wan22_decode import WanVAEConfig
 from fastvideo.models.dits import pan2_checkpoint
 from fastvideo.pipelines.pan2.text import tokenize_prompt
 
+# `_class_name` of model_index.json or modular_model_index.json, in lower case as FastVideo's detectors see it.
+CHECKPOINT_CLASSES = ("pan2pipeline", "pan2modularpipeline")
 # Component folder -> class names that FastVideo can load for PAN2, as written in its own config.
 COMPONENTS: dict[str, tuple[str, ...]] = {
     "transformer": ("PAN2Transformer3DModel",),
@@ -38,6 +42,33 @@ def read_index(model_path: str | os.PathLike[str]) -> dict[str, Any]:
     )
 
 
+def is_pan2(path_or_class: str) -> bool:
+    """Detector for FastVideo's registry: true for the class names of a PAN2 checkpoint, never for a mere path."""
+    return path_or_class.lower() in CHECKPOINT_CLASSES
+
+
+def is_pan2_folder(model_path: str | os.PathLike[str]) -> bool:
+    """Whether a folder's index names a PAN2 pipeline."""
+    try:
+        return is_pan2(str(read_index(model_path).get("_class_name")))
+    except ValueError:
+        return False
+
+
+def with_local_components(index: Mapping[str, Any], model_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The index with the components filled in that a modular one leaves open, [null, null, {"type_hint": ...}],
+    although their folders are there.
+    """
+    filled = dict(index)
+    for name in COMPONENTS:
+        entry = index.get(name)
+        if isinstance(entry, list) and len(entry) > 2 and entry[0] is None and Path(model_path, name).is_dir():
+            hint = entry[2].get("type_hint") if isinstance(entry[2], Mapping) else None
+            if isinstance(hint, list) and len(hint) == 2:
+                filled[name] = [*hint, entry[2]]
+    return filled
+
+
 def check_checkpoint(
     model_path: str | os.PathLike[str],
     index: Mapping[str, Any],
@@ -45,7 +76,8 @@ def check_checkpoint(
     sp_size: int = 1,
     provided: Collection[str] = (),
 ) -> None:
-    """Checks that every component is there, of a class we load, and divisible over the ranks.
+    """Checks that every component is there, of a class we load, with all its weights, and fits the others and the
+    ranks.
 
     Args:
         model_path: the checkpoint folder.
@@ -55,40 +87,81 @@ def check_checkpoint(
 
     Raises:
         ValueError: what is missing or wrong, where, and what to do.
+        FileNotFoundError: a weight file is missing.
     """
-    for name, classes in COMPONENTS.items():
-        if name in provided:
-            continue
-        entry = index.get(name)
-        folder = Path(model_path, name)
-        if not isinstance(entry, list) or not entry or entry[0] is None:
-            raise ValueError(f"The index of {model_path} does not list a {name}: PAN2 needs {', '.join(COMPONENTS)}.")
-        config_file = folder / CONFIG_FILES.get(name, "config.json")
-        if not config_file.is_file():
-            raise ValueError(
-                f"The PAN2 checkpoint {model_path} lacks {name}/{config_file.name}: download or copy it again."
-            )
-        config = _read_json(config_file)
-        if classes:
-            found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-            if found not in classes:
-                raise ValueError(f"{name} of {model_path} is a {found}: PAN2 needs {' or '.join(classes)}.")
-        if name == "transformer":
-            check_transformer(folder, config, sp_size)
-        elif name == "tokenizer":
-            check_tokenizer(folder)
+    index = with_local_components(index, model_path)
+    folders = {name: Path(model_path, name) for name in COMPONENTS if name not in provided}
+    configs = {name: _component_config(folder, name, index) for name, folder in folders.items()}
+    if "transformer" in configs:
+        arch = _transformer_arch(folders["transformer"], configs["transformer"])
+        arch.check_sequence_parallel(sp_size)
+        _check_fit(model_path, arch, configs)
+        pan2_checkpoint.check_checkpoint(folders["transformer"], PAN2Config(arch_config=arch))
+    if "vae" in configs:
+        shapes = _vae_shapes(folders["vae"], configs["vae"])
+        pan2_checkpoint.compare_tensors(folders["vae"], shapes, "the VAE")
+    if "text_encoder" in configs:
+        pan2_checkpoint.stored_shapes(folders["text_encoder"])
+    if "tokenizer" in configs:
+        check_tokenizer(folders["tokenizer"])
 
 
-def check_transformer(folder: Path, config: Mapping[str, Any], sp_size: int) -> None:
-    """Checks the transformer's fields, its heads against the ranks, and every name and shape of its weights.
+def _component_config(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, Any]:
+    """A component's own config, if the index lists it and its class is one that we load."""
+    entry = index.get(name)
+    if not isinstance(entry, list) or not entry or entry[0] is None:
+        raise ValueError(f"The index of {folder.parent} does not list a {name}: PAN2 needs {', '.join(COMPONENTS)}.")
+    file = folder / CONFIG_FILES.get(name, "config.json")
+    if not file.is_file():
+        raise ValueError(f"The PAN2 checkpoint {folder.parent} lacks {name}/{file.name}: download or copy it again.")
+    config = _read_json(file)
+    classes = COMPONENTS[name]
+    found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+    if classes and found not in classes:
+        raise ValueError(f"{name} of {folder.parent} is a {found}: PAN2 needs {' or '.join(classes)}.")
+    return config
 
-    Raises:
-        ValueError: lists all that is wrong with the weights in one message.
-    """
+
+def _transformer_arch(folder: Path, config: Mapping[str, Any]) -> PAN2ArchConfig:
     known = {field.name for field in dataclasses.fields(PAN2ArchConfig)}
-    arch = PAN2ArchConfig(**{name: value for name, value in config.items() if name in known})
-    arch.check_sequence_parallel(sp_size)
-    pan2_checkpoint.check_checkpoint(folder, PAN2Config(arch_config=arch))
+    try:
+        return PAN2ArchConfig(**{name: value for name, value in config.items() if name in known})
+    except TypeError as error:
+        raise ValueError(f"{folder / 'config.json'} has a value of the wrong type ({error}).") from error
+
+
+def _check_fit(
+    model_path: str | os.PathLike[str], arch: PAN2ArchConfig, configs: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Compares the widths at which the components meet."""
+    text = configs.get("text_encoder", {})
+    text = text.get("text_config") or text
+    meetings = (
+        ("vae's z_dim", configs.get("vae", {}).get("z_dim"), "out_channels", arch.out_channels),
+        ("text encoder's hidden_size", text.get("hidden_size"), "text_embed_dim", arch.text_embed_dim),
+    )
+    for theirs, found, ours, needed in meetings:
+        if found is not None and found != needed:
+            raise ValueError(
+                f"The components of {model_path} do not fit together: the {theirs} is {found}, "
+                f"the transformer's {ours} is {needed}."
+            )
+    if configs.get("scheduler", {}).get("use_dynamic_shifting"):
+        raise ValueError(f"The scheduler of {model_path} uses dynamic shifting: PAN2's schedule has one fixed shift.")
+
+
+def _vae_shapes(folder: Path, config: Mapping[str, Any]) -> pan2_checkpoint.Shapes:
+    """Name and shape of every tensor of FastVideo's VAE, built without memory."""
+    from fastvideo.models.vaes.wan22_decode import AutoencoderKLWan
+
+    vae_config = WanVAEConfig()
+    try:
+        vae_config.update_model_arch(dict(config))
+        with torch.device("meta"):
+            vae = AutoencoderKLWan(vae_config)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{folder / 'config.json'} does not describe a Wan VAE ({error}).") from error
+    return {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
 
 
 def check_tokenizer(folder: Path) -> None:

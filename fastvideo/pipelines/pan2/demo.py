@@ -3,7 +3,7 @@
 downloads or a GPU.
 
 The checkpoint is a tiny random one in the real layout: every component, stage and shape rule is PAN2's, the
-    pictures are textures.
+pictures are textures.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 PROMPT = "A red fox trots through fresh snow at dawn, the camera following at its side."
@@ -81,9 +83,12 @@ def main(argv: list[str] | None = None) -> int:
 def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> dict[str, Any]:
     """Runs FastVideo's generator for both workloads, prints what each stage took, and returns the results by name."""
     from fastvideo.entrypoints.video_generator import VideoGenerator
+    from fastvideo.pipelines.pan2.requests import check_request
     from fastvideo.pipelines.pan2.tiny_checkpoint import write_tiny_checkpoint
     from rich.console import Console
 
+    check_request(SimpleNamespace(**request_of(arguments), num_videos_per_prompt=1))
+    arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     model = arguments.model
     if model is None:
@@ -101,7 +106,6 @@ def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> di
             }
         )
     console.print(f"FastVideo ready after {time.perf_counter() - start:.1f} s")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     results = {}
     try:
         for name, prompt, inputs in (
@@ -109,22 +113,17 @@ def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> di
             ("pan2_i2v", I2V_PROMPT, {"image_path": str(image)}),
         ):
             console.print(f"[bold]{name}[/bold]: {prompt}")
-            video = arguments.out / f"{name}.mp4"
-            video.unlink(missing_ok=True)  # FastVideo would number the new one
+            # FastVideo numbers a video whose name is taken: an earlier run's stays until this one is complete.
+            video = scratch / f"{name}.mp4"
             results[name] = generator.generate(
                 {
                     "prompt": prompt,
                     "inputs": inputs,
-                    "sampling": {
-                        "height": arguments.height,
-                        "width": arguments.width,
-                        "num_frames": arguments.frames,
-                        "num_inference_steps": arguments.steps,
-                        "seed": arguments.seed,
-                    },
+                    "sampling": request_of(arguments),
                     "output": {"output_path": str(video), "save_video": True, "return_frames": True},
                 }
             )
+            shutil.copyfile(video, arguments.out / f"{name}.mp4")
             write_contact_sheet(results[name].frames, arguments.out / f"{name}.png")
     finally:
         generator.shutdown()
@@ -132,6 +131,17 @@ def make_videos(arguments: argparse.Namespace, image: Path, scratch: Path) -> di
     for name in results:
         console.print(f"{arguments.out / name}.mp4, contact sheet {arguments.out / name}.png")
     return results
+
+
+def request_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """The options as FastVideo's sampling fields."""
+    return {
+        "height": arguments.height,
+        "width": arguments.width,
+        "num_frames": arguments.frames,
+        "num_inference_steps": arguments.steps,
+        "seed": arguments.seed,
+    }
 
 
 def sample_photograph() -> Path:

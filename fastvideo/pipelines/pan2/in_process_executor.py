@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from fastvideo.distributed import get_world_group
 from fastvideo.fastvideo_args import FastVideoArgs
 from fastvideo.logger import init_logger
 from fastvideo.pipelines.pipeline_batch_info import ForwardBatch
@@ -53,6 +55,13 @@ class InProcessExecutor(Executor):
             )
         logger.info("Using the %d processes that torchrun started, all for sequence parallelism.", world_size)
         fastvideo_args.num_gpus = fastvideo_args.sp_size = fastvideo_args.hsdp_shard_dim = world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, over the CPU group; all ranks call it."""
+        group = get_world_group()
+        values: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
 
     def execute_forward(self, forward_batch: ForwardBatch, fastvideo_args: FastVideoArgs) -> ForwardBatch:
         """Runs the pipeline on this rank; all ranks must call it with the same request."""

@@ -10,7 +10,7 @@ from fastvideo.fastvideo_args import FastVideoArgs
 from fastvideo.models.dits.pan2_fusions import set_fused_kernels
 from fastvideo.pipelines.composed_pipeline_base import ComposedPipelineBase
 from fastvideo.pipelines.lora_pipeline import LoRAPipeline
-from fastvideo.pipelines.pan2.checkpoint import check_checkpoint
+from fastvideo.pipelines.pan2.checkpoint import check_checkpoint, with_local_components
 from fastvideo.pipelines.pan2.stages import (
     PAN2DecodingStage,
     PAN2DenoisingStage,
@@ -44,6 +44,9 @@ class PAN2Pipeline(LoRAPipeline, ComposedPipelineBase):
         modules = super().load_modules(fastvideo_args, loaded_modules)
         set_fused_kernels(modules["transformer"], fastvideo_args.pipeline_config.dit_fused_kernels)
         return modules
+
+    def _load_config(self, model_path: str) -> dict[str, Any]:
+        return with_local_components(super()._load_config(model_path), self.model_path)
 
     def create_pipeline_stages(self, fastvideo_args: FastVideoArgs) -> None:
         """Adds the stages in the order they run."""

@@ -11,17 +11,11 @@ import torch
 from fastvideo.configs.pipelines.pan2 import PAN2PipelineConfig
 from fastvideo.logger import init_logger
 from fastvideo.pipelines.pan2 import upstream
+from fastvideo.pipelines.pan2.checkpoint import is_pan2
 from fastvideo.pipelines.pan2.presets import MODEL_FAMILY, PAN2_I2V, PAN2_T2V
 
-# `_class_name` of model_index.json or modular_model_index.json, in lower case as FastVideo's detectors see it.
-CHECKPOINT_CLASSES = ("pan2pipeline", "pan2modularpipeline")
 _registered = False
 logger = init_logger(__name__)
-
-
-def is_pan2(path_or_class: str) -> bool:
-    """Detector for FastVideo's registry: true for the class names of a PAN2 checkpoint, never for a mere path."""
-    return path_or_class.lower() in CHECKPOINT_CLASSES
 
 
 def register() -> None:
@@ -43,17 +37,23 @@ def register() -> None:
     from fastvideo.pipelines.pan2 import generator
 
     generator.install()
-    if not torch.cuda.is_available():
+    if _has_only_a_cpu():
         from fastvideo.pipelines.pan2 import cpu_preview
 
         cpu_preview.install()
     _registered = True
 
 
+def _has_only_a_cpu() -> bool:
+    from fastvideo.platforms import current_platform
+
+    return current_platform.is_cpu() and not torch.cuda.is_available()
+
+
 def _register_family() -> None:
     from fastvideo.api.presets import register_preset
     from fastvideo.fastvideo_args import WorkloadType
-    from fastvideo.registry import register_configs
+    from fastvideo.registry import _MODEL_NAME_DETECTORS, register_configs
 
     register_configs(
         sampling_param_cls=None,
@@ -64,6 +64,8 @@ def _register_family() -> None:
         default_preset=PAN2_T2V.name,
         pipeline_cls_name="PAN2Pipeline",
     )
+    # Ours matches two exact class names; the others match words in paths, and the first match wins.
+    _MODEL_NAME_DETECTORS.insert(0, _MODEL_NAME_DETECTORS.pop())
     for preset in (PAN2_T2V, PAN2_I2V):
         register_preset(preset)
 

@@ -23,14 +23,15 @@ class PAN2DecodingStage(DecodingStage):
     def decode(self, latents: torch.Tensor, fastvideo_args: FastVideoArgs) -> torch.Tensor:
         """Decodes normalised latents [videos, 48, T, h, w].
 
-        The float32 latents reach the fast decoder unrounded: autocast is entered around upstream's decode alone,
-            by the VAE.
+        The float32 latents reach the fast decoder unrounded: it ignores the autocast that upstream's decode follows.
         """
         config = fastvideo_args.pipeline_config
         device = get_local_torch_device()
         self.vae.to(device)
         latents = self._denormalize_latents(latents.to(device=device, dtype=torch.float32), fastvideo_args)
         dtype = PRECISION_TO_TYPE[config.vae_decode_precision or config.vae_precision]
+        if config.vae_tiling:
+            self.vae.enable_tiling()
         autocast = dtype != torch.float32 and not fastvideo_args.disable_autocast
         with torch.autocast(device_type=device.type, dtype=dtype, enabled=autocast):
             video = self.vae.decode_on_first_rank(latents, is_writer=get_world_group().is_first_rank)

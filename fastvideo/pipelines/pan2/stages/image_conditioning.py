@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import PIL.Image
-import PIL.ImageOps
 import torch
 import torchvision.transforms.functional as TF
 from fastvideo.distributed import get_local_torch_device
 from fastvideo.fastvideo_args import FastVideoArgs
+from fastvideo.pipelines.pan2.requests import to_rgb
 from fastvideo.pipelines.pipeline_batch_info import ForwardBatch
 from fastvideo.pipelines.stages.base import PipelineStage
 from fastvideo.utils import PRECISION_TO_TYPE
@@ -16,9 +16,13 @@ from fastvideo.utils import PRECISION_TO_TYPE
 
 def cover_crop(image: PIL.Image.Image, height: int, width: int) -> torch.Tensor:
     """Scales an image to cover the canvas (Lanczos), crops its centre, and returns it as [1, 3, 1, height, width] in
-    [-1, 1].
+    [-1, 1]. Sizes and offsets are rounded to whole pixels, as in the public implementations.
     """
-    fitted = PIL.ImageOps.fit(image.convert("RGB"), (width, height), method=PIL.Image.Resampling.LANCZOS)
+    scale = max(height / image.height, width / image.width)
+    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
+    scaled = to_rgb(image).resize(size, PIL.Image.Resampling.LANCZOS)
+    fitted = scaled.crop((left, top, left + width, top + height))
     return TF.to_tensor(fitted).mul(2.0).sub(1.0)[None, :, None]
 
 

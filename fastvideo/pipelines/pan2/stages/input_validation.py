@@ -19,6 +19,8 @@ class PAN2InputValidationStage(PipelineStage):
         """Raises ValueError for a request that PAN2 cannot serve."""
         check_request(batch)
         assert batch.seed is not None
+        if batch.negative_prompt is None:  # the typed API's default
+            batch.negative_prompt = ""
         batch.seeds = [batch.seed + index for index in range(batch.num_videos_per_prompt)]
         batch.generator = [torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds]
         if batch.image_path is not None:

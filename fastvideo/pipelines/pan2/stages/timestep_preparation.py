@@ -14,7 +14,7 @@ class PAN2TimestepPreparationStage(PipelineStage):
     """Sets ``batch.timesteps`` [num_inference_steps] in (0, 1000].
 
     The sigmas are given explicitly: left to itself FastVideo's scheduler spans them between bounds that its
-        constructor has already shifted, and then shifts them again.
+    constructor has already shifted, and then shifts them again.
     """
 
     def __init__(self, scheduler) -> None:
