@@ -25,7 +25,7 @@ from fastvideo.forward_context import set_forward_context
 from fastvideo.models.dits import pan2_ops
 from fastvideo.models.dits.pan2 import PAN2Transformer3DModel, TransformerBlock, rotary_table
 from fastvideo.models.dits.pan2_fusions import FUSED_OPS, set_fused_kernels
-from fastvideo.models.dits.pan2_fusions.launch import HeadLaunch, RowLaunch, head_launch, row_launch
+from fastvideo.models.dits.pan2_fusions.launch import ROW_TILES, HeadLaunch, RowLaunch, head_launch, row_launch
 from fastvideo.models.dits.pan2_ops import TORCH_OPS, RotaryTable
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -219,9 +219,10 @@ def test_every_launch_covers_each_head_once(poisoned, launch):
         assert_rounded_once(result, exact_norm_rope(x, gain, rope), torch.float32)
 
 
+@pytest.mark.parametrize("name", ROW_TILES)
 @pytest.mark.parametrize("width", [8, 24, 128, 3000, 4096, 5120, 16384])
-def test_chosen_row_launches_are_valid(width):
-    launch = row_launch(width)
+def test_chosen_row_launches_are_valid(name, width):
+    launch = row_launch(name, width)
     assert launch.block >= width > launch.block // 2
     for number in (launch.block, launch.rows, launch.warps):
         assert number & (number - 1) == 0

@@ -59,7 +59,7 @@ def gate_residual(
         [B, tokens, width], contiguous, in the type of ``residual``.
     """
     batch, tokens, width = residual.shape
-    launch = launch or row_launch(width)
+    launch = launch or row_launch("gate_residual", width)
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     if out.numel():
         with torch.cuda.device_of(residual):

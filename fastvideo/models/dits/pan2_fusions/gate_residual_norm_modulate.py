@@ -92,7 +92,7 @@ def gate_residual_norm_modulate(
         ``residual``.
     """
     batch, tokens, width = residual.shape
-    launch = launch or row_launch(width)
+    launch = launch or row_launch("gate_residual_norm_modulate", width)
     stream, normed = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     if stream.numel():
         with torch.cuda.device_of(residual):

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import torch
 from fastvideo.models.dits.pan2_fusions.eligibility import GROUP
 
-# Elements of one tensor that a thread holds: two 16-byte accesses in bf16, four in fp32.
-ELEMENTS_PER_THREAD = 16
-ELEMENTS_PER_WARP = 32 * ELEMENTS_PER_THREAD
 MAXIMUM_WARPS = 32
-# Smaller tiles would leave a program with too few bytes in flight.
-TILE_ELEMENTS = 4096
 MAXIMUM_ROWS = 16
+
+# Kernel -> elements of one tensor in a program's tile, and how many of them a thread holds: the fastest of twenty
+# launches at 67,782 tokens x 4096 in bf16 (``benchmarks/pan2_fusions.py --tune``).
+ROW_TILES = {
+    "norm_modulate": (4096, 32),
+    "gate_residual_norm_modulate": (8192, 16),
+    "gate_residual": (16384, 64),
+}
+HEAD_TILE = (4096, 8)
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,17 @@ class HeadLaunch:
         return tokens, _ceil_div(heads, self.block), batch
 
 
-def row_launch(width: int) -> RowLaunch:
+def row_launch(kernel: str, width: int) -> RowLaunch:
+    tile, per_thread = ROW_TILES[kernel]
     block = _power_of_two(width)
-    rows = min(max(TILE_ELEMENTS // block, 1), MAXIMUM_ROWS)
-    return RowLaunch(block, rows, 1, _warps(block * rows))
+    rows = min(max(tile // block, 1), MAXIMUM_ROWS)
+    return RowLaunch(block, rows, 1, _warps(block * rows, per_thread))
 
 
 def head_launch(heads: int, head_dim: int) -> HeadLaunch:
-    block = min(_power_of_two(heads), TILE_ELEMENTS // head_dim)
-    return HeadLaunch(block, _warps(block * head_dim))
+    tile, per_thread = HEAD_TILE
+    block = min(_power_of_two(heads), tile // head_dim)
+    return HeadLaunch(block, _warps(block * head_dim, per_thread))
 
 
 def strides_in_groups(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -65,8 +71,8 @@ def strides_in_groups(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride // GROUP for size, stride in outer)
 
 
-def _warps(elements: int) -> int:
-    return min(max(elements // ELEMENTS_PER_WARP, 1), MAXIMUM_WARPS)
+def _warps(elements: int, per_thread: int) -> int:
+    return min(max(elements // (32 * per_thread), 1), MAXIMUM_WARPS)
 
 
 def _power_of_two(size: int) -> int:

@@ -60,7 +60,7 @@ def norm_modulate(
         [B, tokens, width], contiguous, in the type of ``x``.
     """
     batch, tokens, width = x.shape
-    launch = launch or row_launch(width)
+    launch = launch or row_launch("norm_modulate", width)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         with torch.cuda.device_of(x):
