@@ -47,6 +47,22 @@ using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::epilogue::TmaWarpSpecializedCooperative,
     cutlass::epilogue::fusion::LinCombPerColBias<Element, float, float, Element, float>>::CollectiveOp;
 
+// D[m, n] = round(acc[m, n]). Without R, shared memory has room for two pieces of 64 columns on their way to D, half as
+// many waits a tile: with a short K the tensor cores idle for a good part of it while a tile is written.
+template <int TileN>
+using PlainEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Shape<Int<kTileM>, Int<TileN>, Int<kTileK>>, ClusterShape,
+    Shape<Int<kTileM>, _64>, float, float, void, StrideD, 8, Element, StrideD, 8,
+    cutlass::epilogue::TmaWarpSpecializedCooperative,
+    cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
+
+template <int TileN>
+typename PlainEpilogue<TileN>::Arguments plain_epilogue_arguments(void* d, StrideD stride) {
+  typename PlainEpilogue<TileN>::Arguments arguments{{}, nullptr, stride, static_cast<Element*>(d), stride};
+  arguments.thread.alpha = 1.0f;
+  return arguments;
+}
+
 // `residual` may be null. Its descriptor must then still be valid, so it points at D and is never read (beta = 0).
 template <int TileN>
 typename Epilogue<TileN>::Arguments epilogue_arguments(const float* bias, const void* residual, void* d,

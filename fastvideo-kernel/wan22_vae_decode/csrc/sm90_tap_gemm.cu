@@ -23,31 +23,42 @@ namespace wan::WAN_SM90 {
 using TapStride = Stride<int64_t, Stride<_1, int64_t>, int64_t>;  // (M or N, (channel, tap), batch)
 using TapShape = Shape<int, int, Shape<int, int>, int>;
 
-template <int TileN>
+template <int TileN, class EpilogueOp>
 struct TapGemm {
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, TapStride, 8, Element, TapStride, 8, float,
       Shape<Int<kTileM>, Int<TileN>, Shape<Int<kTileK>, _1>>, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename Epilogue<TileN>::SharedStorage)>,
+      cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename EpilogueOp::SharedStorage)>,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
   static_assert(Mainloop::DispatchPolicy::Stages >= 4, "fewer than four stages leave the tensor cores waiting for TMA");
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, Epilogue<TileN>>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, EpilogueOp>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 };
 
-template <int TileN>
-int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float* bias, const void* residual, void* d,
-             int device, cudaStream_t stream) {
-  using Gemm = typename TapGemm<TileN>::Gemm;
+template <int TileN, class EpilogueOp>
+int run_tap_gemm(const TapGemmProblem& p, const void* a, const void* b, typename EpilogueOp::Arguments epilogue,
+                 int device, cudaStream_t stream) {
+  using Gemm = typename TapGemm<TileN, EpilogueOp>::Gemm;
   const TapStride stride_a{p.a_stride_m, {_1{}, p.a_stride_tap}, p.a_stride_batch};
   const TapStride stride_b{p.b_stride_n, {_1{}, p.b_stride_tap}, p.b_stride_batch};
-  const StrideD stride_d{p.d_stride_m, _1{}, p.d_stride_batch};
   typename Gemm::Arguments arguments{
       cutlass::gemm::GemmUniversalMode::kGemm,
       TapShape{p.m, p.n, make_shape(p.channels, p.taps), p.batch},
       {static_cast<const Element*>(a), stride_a, static_cast<const Element*>(b), stride_b},
-      epilogue_arguments<TileN>(bias, residual, d, stride_d)};
+      epilogue};
   return launch<Gemm>(arguments, "tap_gemm", device, stream);
+}
+
+template <int TileN>
+int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float* bias, const void* residual, void* d,
+             int device, cudaStream_t stream) {
+  const StrideD stride{p.d_stride_m, _1{}, p.d_stride_batch};
+  if (bias == nullptr && residual == nullptr) {
+    return run_tap_gemm<TileN, PlainEpilogue<TileN>>(p, a, b, plain_epilogue_arguments<TileN>(d, stride), device,
+                                                     stream);
+  }
+  return run_tap_gemm<TileN, Epilogue<TileN>>(p, a, b, epilogue_arguments<TileN>(bias, residual, d, stride), device,
+                                              stream);
 }
 
 }  // namespace wan::WAN_SM90
