@@ -2,10 +2,11 @@
 // Causal history, RMS norm + SiLU (null gamma: neither), zero or halo padding and the input transform of F(4x4, 3x3):
 //   v [36, 2 + T, tile rows, tiles, C], component 6i + j = (B^T d B)[i][j] of the 6x6 pixels d around each 4x4 tile,
 // for a range of tile rows of x [T, H, W, C]. The two frames of history are normalised already (null: zeros).
-// A block normalises a strip of 6 rows x (4n + 2) columns once, a warp a pixel, into shared memory, rounded as a stored
-// activation would be; then a thread transforms four channels of a tile, two rows of components at a time.
-// Bound: memory, x read once (L2 holds the rows that strips share), 2.25 x (T + 2) / T of it written. SiLU is computed
-// 1.5 (4n + 2) / 4n times, the next bound: n = 4 needs 1.7.
+// A block goes down kSteps rows of n tiles. Of each it normalises a strip of 6 rows x (4n + 2) columns, a warp a pixel,
+// into shared memory, rounded as a stored activation would be; the strip is a ring of rows, of which the next row of
+// tiles keeps two. Then a thread transforms four channels of a tile, two rows of components at a time.
+// Bound: memory, x read once (L2 holds what strips share), 2.25 x (T + 2) / T of it written. SiLU, the next bound, is
+// computed (1 + 1 / 2 kSteps) (4n + 2) / 4n times: 1.3 for n = 4.
 #include "launch.cuh"
 #include "norm_silu.cuh"
 #include "winograd.cuh"
@@ -22,13 +23,14 @@ struct WinogradInputArguments {
   const float* gamma;
   void* v;
   int32_t rows, columns, channels, edge;  // edge: rows of halo on each side
-  int32_t first_tile_row, tiles_across;
+  int32_t first_tile_row, tile_rows, tiles_across;
   int64_t component_stride;  // in elements
 };
 
 namespace winograd {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kHistory = 2;
+constexpr int kSteps = 3;  // more would save little SiLU and leave too few blocks to share out evenly
 
 // A pixel's channels, or null for zeros; `raw` values enter as they are.
 struct Source {
@@ -76,10 +78,10 @@ __device__ inline void store_row(const float (&line)[4][6], T* v, int64_t compon
   }
 }
 
-// Two rows of components of one tile and four channels. `pixels` is the shared address of the tile's first pixel;
-// neighbouring columns are kPitch bytes apart, rows kColumns of them.
+// Two rows of components of one tile and four channels. `rows` are the shared addresses of its rows
+// 0, 2 and 4, each followed by the next; neighbouring columns are kPitch bytes apart, rows kColumns of them.
 template <typename T, int kPair, int kColumns, int kPitch>
-__device__ inline void transform_pair(uint32_t pixels, T* v, int64_t component_stride) {
+__device__ inline void transform_pair(const uint32_t (&rows)[3], T* v, int64_t component_stride) {
   float lines[2][4][6];
 #pragma unroll
   for (int j = 0; j < 6; ++j) {
@@ -88,7 +90,7 @@ __device__ inline void transform_pair(uint32_t pixels, T* v, int64_t component_s
     for (int i = 0; i < 6; ++i) {
       if (kPair != 0 && (i == 0 || i == 5)) continue;
       float values[4];
-      to_floats<T>(load_shared(pixels + (i * kColumns + j) * kPitch), values);
+      to_floats<T>(load_shared(rows[i / 2] + (i % 2 * kColumns + j) * kPitch), values);
 #pragma unroll
       for (int c = 0; c < 4; ++c) d[c][i] = values[c];
     }
@@ -108,86 +110,101 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int vectors = a.channels / 8;
   const int frame = blockIdx.z, first_tile = blockIdx.x * kTiles;
-  const int top = kTile * (a.first_tile_row + static_cast<int>(blockIdx.y)) - 1, left = kTile * first_tile - 1;
-
-  constexpr bool kHeld = kVectors <= 2;  // gammas in registers
-  float gammas[kHeld ? kVectors : 1][8];
-#pragma unroll
-  for (int n = 0; n < kVectors; ++n) {
-    if (kHeld && a.gamma != nullptr && lane + 32 * n < vectors) load_floats(a.gamma + 8 * (lane + 32 * n), gammas[n]);
-  }
-  for (int first = warp; first < kStrip; first += kWarps * kPixels) {
-    Source sources[kPixels];
-    uint4 data[kPixels][kVectors];
-#pragma unroll
-    for (int p = 0; p < kPixels; ++p) {
-      const int pixel = first + p * kWarps;
-      const int row = pixel / kColumns, column = pixel % kColumns;
-      sources[p] = pixel < kStrip ? locate(a, frame, top + row, left + column) : Source{nullptr, true};
-#pragma unroll
-      for (int n = 0; n < kVectors; ++n) {
-        const bool load = sources[p].pixel != nullptr && lane + 32 * n < vectors;
-        data[p][n] = load ? __ldg(sources[p].pixel + lane + 32 * n) : make_uint4(0, 0, 0, 0);
-      }
-    }
-#pragma unroll
-    for (int p = 0; p < kPixels; ++p) {
-      const int pixel = first + p * kWarps;
-      if (pixel >= kStrip) break;
-      if (!sources[p].raw) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n) sum += sum_of_squares<T>(data[p][n]);
-        const float scale = inverse_norm(warp_sum(sum));
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-          if (lane + 32 * n >= vectors) continue;
-          if constexpr (kHeld) {
-            data[p][n] = normalise<T, true>(data[p][n], scale, gammas[n]);
-          } else {
-            data[p][n] = normalise<T, true>(data[p][n], scale, a.gamma + 8 * (lane + 32 * n));
-          }
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kVectors; ++n) {
-        if (lane + 32 * n < vectors) strip[pixel * kPitch + lane + 32 * n] = data[p][n];
-      }
-    }
-  }
-  __syncthreads();
+  const int first_row = kSteps * static_cast<int>(blockIdx.y), left = kTile * first_tile - 1;
+  constexpr bool kHeld = kVectors == 1;  // gamma in registers; more of it would not fit beside a tile
+  float gammas[8];
+  if (kHeld && a.gamma != nullptr && lane < vectors) load_floats(a.gamma + 8 * lane, gammas);
 
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(strip));
   const int quads = a.channels / 4;
   const int items = min(kTiles, a.tiles_across - first_tile) * quads;
-  const int64_t first_line = int64_t(frame) * gridDim.y + blockIdx.y;
-  T* v = static_cast<T*>(a.v) + (first_line * a.tiles_across + first_tile) * a.channels;
-  for (int item = threadIdx.x; item < items; item += kThreads) {
-    const int tile = item / quads;
-    const uint32_t pixels = base + kTile * tile * kPitch * 16 + (item - tile * quads) * 8;
-    transform_pair<T, 0, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
-    transform_pair<T, 1, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
-    transform_pair<T, 2, kColumns, kPitch * 16>(pixels, v + 4 * item, a.component_stride);
+  const int steps = min(kSteps, a.tile_rows - first_row);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int top = kTile * (a.first_tile_row + first_row + step) - 1;
+    const int ring = kTile * step % kSize;  // its first row; even, so that pairs of rows stay together
+    const int kept = step == 0 ? 0 : (kSize - kTile) * kColumns;
+    for (int first = kept + warp; first < kStrip; first += kWarps * kPixels) {
+      Source sources[kPixels];
+      uint4 data[kPixels][kVectors];
+#pragma unroll
+      for (int p = 0; p < kPixels; ++p) {
+        const int pixel = first + p * kWarps;
+        const int row = pixel / kColumns, column = pixel % kColumns;
+        sources[p] = pixel < kStrip ? locate(a, frame, top + row, left + column) : Source{nullptr, true};
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          const bool load = sources[p].pixel != nullptr && lane + 32 * n < vectors;
+          data[p][n] = load ? __ldg(sources[p].pixel + lane + 32 * n) : make_uint4(0, 0, 0, 0);
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kPixels; ++p) {
+        const int pixel = first + p * kWarps;
+        if (pixel >= kStrip) break;
+        if (!sources[p].raw) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < kVectors; ++n) sum += sum_of_squares<T>(data[p][n]);
+          const float scale = inverse_norm(warp_sum(sum));
+#pragma unroll
+          for (int n = 0; n < kVectors; ++n) {
+            if (lane + 32 * n >= vectors) continue;
+            if constexpr (kHeld) {
+              data[p][n] = normalise<T, true>(data[p][n], scale, gammas);
+            } else {
+              data[p][n] = normalise<T, true>(data[p][n], scale, a.gamma + 8 * (lane + 32 * n));
+            }
+          }
+        }
+        // The ring's pixels are numbered through, so that its end wraps like its rows.
+        const int place = pixel + ring * kColumns;
+        uint4* target = strip + (place < kStrip ? place : place - kStrip) * kPitch;
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          if (lane + 32 * n < vectors) target[lane + 32 * n] = data[p][n];
+        }
+      }
+    }
+    __syncthreads();
+
+    const int64_t line = int64_t(frame) * a.tile_rows + first_row + step;
+    T* v = static_cast<T*>(a.v) + (line * a.tiles_across + first_tile) * a.channels;
+    for (int item = threadIdx.x; item < items; item += kThreads) {
+      const int tile = item / quads;
+      const uint32_t first = base + kTile * tile * kPitch * 16 + (item - tile * quads) * 8;
+      uint32_t rows[3];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int row = ring + 2 * i;
+        rows[i] = first + (row < kSize ? row : row - kSize) * (kColumns * kPitch * 16);
+      }
+      transform_pair<T, 0, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+      transform_pair<T, 1, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+      transform_pair<T, 2, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+    }
+    if (step + 1 < steps) __syncthreads();
   }
 }
 
 template <typename T, int kVectors, int kTiles, int kPixels>
-int launch_input(const WinogradInputArguments& a, int tile_rows, int frames, cudaStream_t stream) {
+int launch_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
   const auto kernel = winograd_input_kernel<T, kVectors, kTiles, kPixels>;
   constexpr int bytes = kSize * (kTile * kTiles + 2) * kVectors * 512;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return fail("winograd_input: %d bytes shared: %s", bytes, cudaGetErrorString(status));
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.tiles_across, kTiles)), tile_rows, kHistory + frames);
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.tiles_across, kTiles)),
+                  static_cast<unsigned>(ceil_div(a.tile_rows, kSteps)), kHistory + frames);
   kernel<<<grid, kThreads, bytes, stream>>>(a);
   return check_launch("winograd_input");
 }
 
 // Wide strips where shared memory still holds several blocks of them.
 template <typename T>
-int winograd_input(const WinogradInputArguments& a, int tile_rows, int frames, cudaStream_t stream) {
-  if (a.channels <= 256) return launch_input<T, 1, 4, 4>(a, tile_rows, frames, stream);
-  if (a.channels <= 512) return launch_input<T, 2, 2, 2>(a, tile_rows, frames, stream);
-  return launch_input<T, 4, 1, 1>(a, tile_rows, frames, stream);
+int winograd_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
+  if (a.channels <= 256) return launch_input<T, 1, 4, 4>(a, frames, stream);
+  if (a.channels <= 512) return launch_input<T, 2, 2, 2>(a, frames, stream);
+  return launch_input<T, 4, 1, 1>(a, frames, stream);
 }
 
 }  // namespace winograd
@@ -226,13 +243,14 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
       p.channels,
       p.halo ? 1 : 0,
       p.first_tile_row,
+      p.tile_rows,
       tiles_across,
       (p.frames + int64_t(wan::winograd::kHistory)) * p.tile_rows * tiles_across * p.channels};
   switch (dtype) {
     case wan::kFp16:
-      return wan::winograd::winograd_input<__half>(arguments, p.tile_rows, p.frames, stream);
+      return wan::winograd::winograd_input<__half>(arguments, p.frames, stream);
     case wan::kBf16:
-      return wan::winograd::winograd_input<__nv_bfloat16>(arguments, p.tile_rows, p.frames, stream);
+      return wan::winograd::winograd_input<__nv_bfloat16>(arguments, p.frames, stream);
     default:
       return wan::fail("winograd_input: no kernel for dtype %d", dtype);
   }
