@@ -250,13 +250,17 @@ def _slabs(
         # The stream itself, so that nothing here keeps its first value alive.
         yield stream, out, first
         return
-    x = stream.value
     offset = 0 if first else 1
     origin = video_frames(offset, offset + frames)[0]
+    cuts = []
     for start in range(0, frames, frames_per_slab):
         stop = min(start + frames_per_slab, frames)
-        begin, end = (frame - origin for frame in video_frames(offset + start, offset + stop))
-        yield Stream(x[:, begin:end].contiguous()), out[:, :, begin:end], first and start == 0
+        cuts.append(tuple(frame - origin for frame in video_frames(offset + start, offset + stop)))
+    # Copies, so that a slab's part is free once it has been read, before the slab is largest.
+    parts = [stream.value[:, begin:end].clone(memory_format=torch.contiguous_format) for begin, end in cuts]
+    stream.value = parts[0].new_empty(0)
+    for index, (begin, end) in enumerate(cuts):
+        yield Stream(parts.pop(0)), out[:, :, begin:end], first and index == 0
 
 
 def channels_last(latents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -101,10 +101,11 @@ def _tail_steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) ->
         yield from _up_block_steps(ops, index, block, shape, extent.split, beside)
         shape = _enlarged(shape, block)
     if plan.slab < plan.frames:
-        beside += _activation(ops, shape, shape.c_in)
+        whole = _activation(ops, shape, shape.c_in)
+        yield "slabs", beside + 2 * whole
         shape = replace(shape, frames=shape.frames // plan.frames * plan.slab)
-        if extent.batch > 1:
-            beside += _activation(ops, shape, shape.c_in)
+        # During the first slab the others wait.
+        beside += whole - _activation(ops, shape, shape.c_in)
     for index, block in enumerate(arch.up_blocks[2:], start=2):
         yield from _up_block_steps(ops, index, block, shape, extent.split, beside)
         shape = _enlarged(shape, block)
