@@ -16,8 +16,8 @@ What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16;
     upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory, 4.2 TB/s
     head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
-121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. With F(4x4,3x3) from level 1 on their GEMMs
-take 0.53 s at the rates of a batched GEMM, their transforms 0.27 s at copy speed, all else about 0.4 s.
+121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. F(4x4,3x3) at a level takes a quarter of its
+products and adds the transforms' memory; which levels use it is decided by accuracy (`heuristics.WINOGRAD_LEVELS`).
 """
 
 import functools
