@@ -82,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decoder-width", type=int, default=256, help="decoder_base_dim (default: the released 256)")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script out (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--replot", type=Path, help="only draw the plot of an earlier run's JSON anew, beside it")
     parser.add_argument("--name", default="decode", help="name of the result files (default: %(default)s)")
     return parser.parse_args()
 
@@ -89,6 +90,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs every decoder; returns 1 if one of ours had a problem."""
     arguments = parse_arguments()
+    if arguments.replot is not None:
+        earlier = json.loads(arguments.replot.read_text())
+        report = Report(**earlier | {"rows": [Row(**row) for row in earlier["rows"]]})
+        plot(report, str(arguments.frames[0]), arguments.replot.with_suffix(".png"))
+        return 0
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
@@ -357,21 +363,20 @@ def print_table(report: Report, lengths: list[int]) -> None:
 
 
 def plot(report: Report, frames: str, file: Path) -> None:
-    """Time against accuracy, one point a decoder."""
+    """Seconds of each decoder as bars, with its accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for row in report.rows:
-        if frames in row.ms and not row.problem:
-            point = row.ms[frames] / 1000, row.psnr_db[decode_weights.SETS[0]]
-            axes.scatter(*point, color="tab:red" if row.ours else "tab:blue", zorder=2)
-            axes.annotate(row.name, point, xytext=(5, 4), textcoords="offset points", fontsize=8)
-    axes.set(xscale="log", xlabel=f"seconds for {frames} frames", ylabel="PSNR against strict fp32, dB")
+    rows = sorted((row for row in report.rows if frames in row.ms and not row.problem), key=lambda row: -row.ms[frames])
+    seconds = [row.ms[frames] / 1000 for row in rows]
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(rows) + 1.2), layout="constrained")
+    bars = axes.barh([row.name for row in rows], seconds, color=["tab:red" if row.ours else "tab:gray" for row in rows])
+    labels = [f"{time:.2f} s, {min(row.psnr_db.values()):.1f} dB" for time, row in zip(seconds, rows, strict=True)]
+    axes.bar_label(bars, labels, padding=3, fontsize=8)
+    axes.set(xlim=(0, 1.2 * max(seconds)), xlabel=f"seconds for {frames} frames; PSNR against strict float32")
     axes.set_title(f"Wan2.2 decode, {report.size}, {report.device}, {report.date}", fontsize=10)
-    axes.grid(which="both", alpha=0.3)
     figure.savefig(file, dpi=110)
 
 

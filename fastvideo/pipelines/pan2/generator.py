@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import subprocess
 import uuid
 from pathlib import Path
@@ -115,9 +114,9 @@ def _check_on_every_rank(executor, sampling_param, final: Path) -> None:
 
 def _check_written(video: Path, frames: int) -> None:
     """Raises OSError if the encoder left fewer frames than it was given: ffmpeg's failure does not reach imageio."""
-    # Counts packets without decoding them.
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", video, "-map", "0:v:0", "-c", "copy", "-f", "null", "-"]
-    log = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stderr
-    written = int((re.findall(r"frame=\s*(\d+)", log) or [0])[-1])
+    # One line per packet, without decoding; what ffmpeg's log says of frames changes with its version.
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", video, "-map", "0:v:0", "-c", "copy"]
+    packets = subprocess.run([*command, "-f", "framecrc", "-"], capture_output=True, text=True, check=False).stdout
+    written = sum(not line.startswith("#") for line in packets.splitlines())
     if written != frames:
         raise OSError(f"Only {written} of {frames} frames could be written to {video.parent}: is the disk full?")

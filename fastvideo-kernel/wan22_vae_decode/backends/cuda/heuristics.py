@@ -5,9 +5,9 @@ import torch
 
 WINOGRAD_LEVELS = {torch.float16: (2, 3), torch.bfloat16: (2, 3)}
 """Levels whose 3x3x3 convs run as F(4x4, 3x3): those that keep a decode within 2 dB of direct convs. What a level loses
-goes through all levels above it, while the time that it saves grows with its pixels. PSNR in float16 at a quarter of the
-width, weights with strong branches (calibrated weights) in parentheses, and milliseconds that a level saves of 121
-frames:
+goes through all levels above it, while the time that it saves grows with its pixels. PSNR in float16 at a quarter of
+the width, weights with strong branches (calibrated weights) in parentheses, and milliseconds that a level saves of
+121 frames:
 
     direct                   71.4 (73.2) dB
     level 3                  70.4 (73.1)     480 ms
