@@ -16,6 +16,7 @@ from fastvideo.configs.pipelines import wan, wan22_decode
 from fastvideo.configs.pipelines.base import PipelineConfig
 from fastvideo.fastvideo_args import FastVideoArgs
 from fastvideo.registry import _CONFIG_REGISTRY, get_pipeline_config_cls_from_name
+from fastvideo.utils import FlexibleArgumentParser
 
 MODEL = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 SWITCHES = [field.name for field in fields(WanVAEConfig) if field.name.startswith("decode_")]
@@ -171,3 +172,15 @@ def test_switches_without_meaning_are_refused_before_anything_is_loaded(switches
     model = folder(tmp_path, "Wan2.2-TI2V-5B-Diffusers")
     with pytest.raises(ValueError, match=sentence):
         FastVideoArgs.from_kwargs(model_path=model, **override)
+
+
+def test_flat_command_line_flags_reach_the_config():
+    model = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+    parser = FastVideoArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ("--vae-config.decode-kernel", "true", "--vae-config.decode-frames-per-pass", "2")
+    config = FastVideoArgs.from_cli_args(parser.parse_args(["--model-path", model, *flags])).pipeline_config
+    assert config.vae_config.decode_kernel
+    assert config.vae_config.decode_frames_per_pass == 2
+    plain = FastVideoArgs.from_cli_args(parser.parse_args(["--model-path", model])).pipeline_config
+    assert not plain.vae_config.decode_kernel
+    assert plain.vae_config.decode_frames_per_pass == 4

@@ -345,3 +345,21 @@ def test_lack_of_memory_is_upstream_s_and_lets_the_prepared_weights_go(tiny, ups
 def test_switches_without_meaning_are_refused_before_the_model_is_built(switches, sentence, tiny):
     with pytest.raises(ValueError, match=sentence):
         tiny.tiny_vae(**switches)
+
+
+def test_a_compiled_decoder_module_decodes_by_its_own_weights(tiny, upstream):
+    vae, z = tiny.tiny_vae(**KERNEL), tiny.tiny_latents()
+    vae.decoder = torch.compile(vae.decoder, backend="eager")
+    video = decoded(vae, z)
+    assert vae.decode_report()["decode_path"] == "wan22_vae_decode, torch, float32"
+    torch.testing.assert_close(video, decoded(upstream, z), rtol=0, atol=1e-5)
+
+
+def test_weights_that_cannot_be_examined_fall_back(tiny, upstream, lines, monkeypatch):
+    def unreadable(state_dict):
+        raise RuntimeError("no storage")
+
+    vae, z = tiny.tiny_vae(**KERNEL), tiny.tiny_latents()
+    monkeypatch.setattr("fastvideo.models.vaes.wan22_decode.signature", unreadable)
+    with torch.no_grad():
+        assert_fell_back(vae, z, upstream, lines, "the weights cannot be examined (no storage)")

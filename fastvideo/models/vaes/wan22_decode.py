@@ -141,7 +141,11 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         """The reason for upstream's decode as far as this rank can tell without preparing anything, or else what a
         decoder has to be made from: the weights as they are now, and the options.
         """
-        reason = self._why_not(z)
+        try:
+            reason = self._why_not(z)
+            contents = signature(self._weights()) if reason is None else ()
+        except RuntimeError as error:  # a rank that raised here alone would leave the others waiting
+            return f"the weights cannot be examined ({error})", None
         if reason is not None:
             return reason, None
         config = self.config
@@ -152,10 +156,7 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
             "frames_per_pass": config.decode_frames_per_pass,
             "group": group,
         }
-        try:
-            return None, (signature(self.state_dict()), options)
-        except torch.OutOfMemoryError as error:
-            return str(error), None
+        return None, (contents, options)
 
     def _why_not(self, z: torch.Tensor) -> str | None:
         config = self.config
@@ -172,10 +173,14 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
             return f"latents are on {z.device}, but the VAE is on {device}; move one of them"
         if torch.is_grad_enabled() and (z.requires_grad or self._decoder_learns()):
             return "gradients may be needed; decode under torch.no_grad() for the fast path"
-        return why_not(self.state_dict(), device=z.device, dtype=config.decode_dtype, backend=self._backend())
+        return why_not(self._weights(), device=z.device, dtype=config.decode_dtype, backend=self._backend())
 
     def _kernel_wanted(self) -> bool:
         return bool(getattr(self.config, "decode_kernel", False))
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The state dict under its own names, also where a part has been wrapped by torch.compile."""
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in self.state_dict().items()}
 
     def _decoder_learns(self) -> bool:
         return any(
@@ -206,7 +211,7 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         prepared = self._prepared
         if not current:
             prepared.drop()  # before the new weights need the memory
-            prepared.decoder = Decoder.from_state_dict(self.state_dict(), **source[1])
+            prepared.decoder = Decoder.from_state_dict(self._weights(), **source[1])
             prepared.source = source
         decoder, group = prepared.decoder, source[1]["group"]
         assert decoder is not None

@@ -6,6 +6,7 @@ the CPU preview.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from fastvideo.configs.pipelines.pan2 import PAN2PipelineConfig
@@ -32,6 +33,7 @@ def register() -> None:
     _register_family()
     _register_vae()
     _extend_wan_configs()
+    _add_cli_flags()
     _make_discoverable()
 
     from fastvideo.pipelines.pan2 import generator
@@ -95,6 +97,19 @@ def _extend_wan_configs() -> None:
                 logger.info("%s keeps FastVideo's own VAE decode.", info.pipeline_config_cls.__name__)
                 continue
             info.pipeline_config_cls = extended
+
+
+def _add_cli_flags() -> None:
+    """Adds ``--vae-config.decode-kernel`` and its companions to FastVideo's flat argument parser."""
+    from fastvideo.configs.models.vaes.base import VAEConfig
+    from fastvideo.configs.models.vaes.wan22_decode import add_decode_arguments
+
+    upstream = VAEConfig.add_cli_args
+
+    def add_cli_args(parser: Any, prefix: str = "vae-config") -> Any:
+        return add_decode_arguments(upstream(parser, prefix), prefix)
+
+    VAEConfig.add_cli_args = staticmethod(add_cli_args)
 
 
 def _make_discoverable() -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fastvideo.configs.models.vaes.wanvae import WanVAEConfig as UpstreamWanVAEConfig
+from fastvideo.utils import StoreBoolean
 
 from wan22_vae_decode.memory import MAX_FRAMES
 
@@ -54,3 +56,29 @@ class WanVAEConfig(UpstreamWanVAEConfig):
                 f"vae_config.decode_frames_per_pass is {frames!r}; give a whole number of latent frames from 1 to "
                 f"{MAX_FRAMES}, or 'auto'."
             )
+
+
+def add_decode_arguments(parser: Any, prefix: str = "vae-config") -> Any:
+    """Adds the decoder's switches to FastVideo's argument parser; they count only where they are given."""
+    destination = prefix.replace("-", "_")
+    for name, meaning in (
+        ("decode_kernel", "Decode through wan22_vae_decode (Wan2.2 TI2V-5B and PAN2)"),
+        ("decode_kernel_parallel", "Split that decode over the sequence-parallel ranks"),
+    ):
+        flag = f"--{prefix}.{name.replace('_', '-')}"
+        parser.add_argument(flag, action=StoreBoolean, dest=f"{destination}.{name}", default=False, help=meaning)
+    for name, kind, choices, meaning in (
+        ("decode_frames_per_pass", _frames_per_pass, None, "Latent frames per pass and GPU, or auto"),
+        ("decode_dtype", str, DTYPES, "Compute type of that decode"),
+        ("decode_backend", str, BACKENDS, "Its ops: the CUDA kernels or else FastVideo's decode (auto), or by name"),
+    ):
+        flag = f"--{prefix}.{name.replace('_', '-')}"
+        default = getattr(WanVAEConfig, name)
+        parser.add_argument(
+            flag, type=kind, choices=choices, dest=f"{destination}.{name}", default=default, help=meaning
+        )
+    return parser
+
+
+def _frames_per_pass(text: str) -> int | str:
+    return text if text == "auto" else int(text)
