@@ -200,7 +200,7 @@ class Decoder:
             problem = self._problem(latents, out_dtype, to)
             if problem is not None:
                 raise InputError(problem)
-            finite = self.dtype != torch.float16 or bool(torch.isfinite(latents).all())
+            finite = _finite_frames(latents) if self.dtype == torch.float16 else latents.shape[2]
             receives = self._comm is None or to == "all" or to == self._comm.rank
             return Call(latents.detach(), out_dtype, to if isinstance(to, int) else None, receives, finite)
 
@@ -209,7 +209,7 @@ class Decoder:
         if self._comm.broken is not None:
             raise CommunicationError(str(self._problem(latents, out_dtype, to)))
         call = self._comm.together(checked, "accept its latents")
-        self._comm.agree((tuple(latents.shape), out_dtype, to, call.finite), "latents and options")
+        self._comm.agree((tuple(latents.shape), out_dtype, to, call.finite_frames), "latents and options")
         self._comm.stats = parallel.Stats()
         return call
 
@@ -304,6 +304,12 @@ def _frames_per_pass(value: int | str) -> int | Literal["auto"]:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= memory.MAX_FRAMES:
         raise InputError(f"frames_per_pass must be 'auto' or from 1 to {memory.MAX_FRAMES}, not {value!r}")
     return value
+
+
+def _finite_frames(latents: Tensor) -> int:
+    """How many latent frames come before the first with a NaN or an infinity."""
+    finite = torch.isfinite(latents).movedim(2, 0).flatten(1).all(1)
+    return int(finite.cumprod(0).sum())
 
 
 def _latents_problem(latents: Tensor, arch: Architecture, device: torch.device, world: int) -> str | None:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's exceptions. Every message is one sentence: what is wrong, where, and what to do."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
 
 class DecodeError(RuntimeError):
     """Base of everything this package raises on purpose."""
@@ -19,12 +24,23 @@ class BackendUnavailableError(DecodeError):
 
 
 class OutOfMemoryError(DecodeError):
-    """Not even the smallest pass fits into the free memory."""
+    """Not even the smallest pass, the video or the weights fit into the free memory."""
 
 
 class PeerError(DecodeError):
-    """Another rank reported a failure before the first collective; nothing was exchanged and the group stays usable."""
+    """Another rank reported a failure before a decode or between its passes; no exchange was interrupted and the group
+    stays usable.
+    """
 
 
 class CommunicationError(DecodeError):
-    """A rank failed or fell silent in the middle of a pass; the decoder's communicator cannot be used again."""
+    """A rank failed, fell silent or was at another place; the decoder's communicator cannot be used again."""
+
+
+@contextmanager
+def memory_for(what: Callable[[], str]) -> Iterator[None]:
+    """Turns torch's error into this package's, whose sentence begins with ``what`` did not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{what()} not fit into the free memory; free memory, or decode fewer pixels") from error

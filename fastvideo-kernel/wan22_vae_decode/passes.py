@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wan22_vae_decode import geometry, log, memory, parallel
 from wan22_vae_decode.backends.base import Backend
-from wan22_vae_decode.errors import OutOfMemoryError
+from wan22_vae_decode.errors import OutOfMemoryError, memory_for
 from wan22_vae_decode.geometry import SPATIAL, Architecture
 from wan22_vae_decode.graph import Graph, History, Window, channels_last
 from wan22_vae_decode.layers import DecoderWeights
@@ -29,14 +29,14 @@ class Call:
         out_dtype: of the video.
         to: the only rank that gets the video, or None for all.
         receives: this rank gets it.
-        finite: no latent is NaN or infinite.
+        finite_frames: how many latent frames come before the first with a NaN or an infinity.
     """
 
     latents: Tensor
     out_dtype: torch.dtype
     to: int | None
     receives: bool
-    finite: bool
+    finite_frames: int
 
 
 class Prepared(NamedTuple):
@@ -84,7 +84,7 @@ class Decode:
         self.done: list[Interval] = []
         self._prepare_again = prepare_again
         self._frames_per_pass = frames_per_pass
-        self._guarded = call.finite and prepared.ops.dtype == torch.float16
+        self._guarded = prepared.ops.dtype == torch.float16
         self._start_over(prepared)
         self._plans = self._possible_plans()
 
@@ -103,7 +103,8 @@ class Decode:
             if not self._ran(interval, pixels):
                 # Alone, a pass that ran out of memory is cut smaller and begun again.
                 self._plans = self._plans[1:]
-                self._replay(self._prepared)
+                with memory_for(lambda: f"the passes before latent frame {start}, which are computed again, do"):
+                    self._replay(self._prepared)
                 continue
             yield pixels
             start = interval.stop
@@ -193,8 +194,11 @@ class Decode:
         if overflowed:
             frames = f"latent frames {interval.start} to {interval.stop - 1}"
             log.logger.warning("float16 overflowed in %s; this decode goes on in bfloat16", frames)
+            # The replay computes the histories anew; until then their memory can serve the new weights.
+            self._history = History()
+            prepared = self._together(self._in_bfloat16, "prepare its weights in bfloat16")
             self._guarded = False
-            self._replay(self._together(self._in_bfloat16, "prepare its weights in bfloat16"))
+            self._replay(prepared)
             band, _ = self._computed(interval, pixels)
         self.done.append(interval)
         comm = self.comm
@@ -219,10 +223,14 @@ class Decode:
 
     def _in_bfloat16(self) -> Prepared:
         ops = self._prepared.ops.with_dtype(torch.bfloat16)
-        return Prepared(ops, self._prepare_again(ops))
+        with memory_for(lambda: "float16 overflowed, and the weights in bfloat16 do"):
+            return Prepared(ops, self._prepare_again(ops))
 
     def _computed(self, interval: Interval, pixels: Tensor | None) -> tuple[Tensor, bool]:
-        """Computes this rank's rows of a pass, in ``pixels`` or elsewhere; True if any rank found them not finite."""
+        """Computes this rank's rows of a pass, in ``pixels`` or elsewhere; True if any rank found them not finite
+        although all latents so far are.
+        """
+        guarded = self._guarded and interval.stop <= self.call.finite_frames
 
         def compute() -> tuple[Tensor, Tensor]:
             flag = self._prepared.ops.nonfinite_flag()
@@ -230,12 +238,12 @@ class Decode:
             with torch.no_grad(), torch.autocast(band.device.type, enabled=False):
                 x = self._prefix(interval, flag)
                 self._graph.tail(x, self._history, interval.start == 0, band, flag, interval.slab)
-                if self._guarded and self.comm is not None:
+                if guarded and self.comm is not None:
                     self.comm.reduce_flag(flag)
             return band, flag
 
         band, flag = self._phase(compute)
-        return band, self._guarded and bool(flag.item())
+        return band, guarded and bool(flag.item())
 
     def _prefix(self, interval: Interval, flag: Tensor) -> Tensor:
         """What the mid block's second resnet reads: this rank's rows of all of the pass's frames."""
@@ -278,7 +286,8 @@ class Decode:
         """[B, 3, frames, 16 * latent_rows, 16 W], uninitialised."""
         batch, _, _, _, cols = self.call.latents.shape
         shape = (batch, 3, frames, SPATIAL * latent_rows, SPATIAL * cols)
-        return torch.empty(shape, dtype=self.call.out_dtype, device=self._prepared.ops.device)
+        with memory_for(lambda: f"{frames} frames of pixels do"):
+            return torch.empty(shape, dtype=self.call.out_dtype, device=self._prepared.ops.device)
 
     # Ranks
 
@@ -295,5 +304,9 @@ class Decode:
             result = action()
         except BaseException as error:
             failure = error
-        self.comm.finish_pass(failure)
+        try:
+            self.comm.finish_pass(failure)
+        finally:
+            # Its traceback refers to this frame: without the cycle the failed pass's tensors are free at once.
+            del failure
         return result  # type: ignore[return-value]

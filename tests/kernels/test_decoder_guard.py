@@ -6,7 +6,7 @@ reference.
 import pytest
 import torch
 
-from wan22_vae_decode import DecodeError, Decoder
+from wan22_vae_decode import DecodeError, Decoder, OutOfMemoryError, weights
 
 PER_PASS = 2
 FRAMES = 6
@@ -106,3 +106,32 @@ def test_latents_beyond_float16_count_as_overflow(state_dict, latents, caplog):
     video = decode(state_dict, z, "float16")
     assert torch.isfinite(video).all()
     assert len(caplog.records) == 1
+
+
+def test_weights_in_bfloat16_that_do_not_fit_end_the_decode(loud_state_dict, latents, monkeypatch):
+    """Going on in float16 without the guard would give NaN pixels."""
+    decoder = Decoder.from_state_dict(loud_state_dict, dtype="float16", frames_per_pass=PER_PASS)
+    z = latents(FRAMES, 2, 2).float()
+    z[:, :, 3] *= 100
+
+    def prepare(*args, **options):
+        raise torch.OutOfMemoryError("no more memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "prepare", prepare)
+        with pytest.raises(OutOfMemoryError, match="overflowed, and the weights in bfloat16 do not fit"):
+            decoder.decode(z)
+    assert torch.isfinite(decoder.decode(z)).all()
+
+
+def test_nonfinite_frame_leaves_the_passes_before_it_guarded(loud_state_dict, latents, caplog):
+    z = latents(FRAMES, 2, 2).float()
+    z[:, :, 1] *= 100
+    expected = decode(loud_state_dict, z, "bfloat16")
+    z[0, 0, 5, 0, 0] = float("nan")
+    video = decode(loud_state_dict, z, "float16")
+    assert [record.getMessage() for record in caplog.records] == [
+        "float16 overflowed in latent frames 0 to 1; this decode goes on in bfloat16"
+    ]
+    assert torch.equal(video[:, :, :13], expected[:, :, :13])
+    assert torch.isnan(video[:, :, 17:]).any()

@@ -195,3 +195,26 @@ def test_running_out_with_nothing_smaller_left_is_an_error(state_dict, latents):
     decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float32", frames_per_pass=1)
     with pytest.raises(OutOfMemoryError, match="a pass of 1 latent frames needs"):
         decoder.decode(latents(2, 2, 2).float())
+
+
+def test_replay_that_does_not_fit_is_an_error(state_dict, latents):
+    class Exhausted(Failing):
+        @property
+        def fail_at(self):
+            return max(self.heads, 3)
+
+    ops = Exhausted(CPU, torch.float32)
+    decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float32", frames_per_pass=2)
+    with pytest.raises(OutOfMemoryError, match="the passes before latent frame 4, which are computed again, do not"):
+        decoder.decode(latents(6, 2, 2).float())
+
+
+def test_video_that_does_not_fit_is_an_error(state_dict, latents, monkeypatch):
+    def empty(*args, **options):
+        raise torch.OutOfMemoryError("no more memory")
+
+    decoder = Decoder.from_state_dict(state_dict)
+    z = latents(2, 2, 2).float()
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(OutOfMemoryError, match="5 frames of pixels do not fit"):
+        decoder.decode(z)
