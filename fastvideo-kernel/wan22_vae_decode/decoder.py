@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import backends, log, memory, parallel, passes, weights
+from wan22_vae_decode import backends, log, memory, parallel, passes, signature, weights
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.errors import (
     BackendUnavailableError,
     CommunicationError,
     DecodeError,
     InputError,
+    memory_for,
 )
 from wan22_vae_decode.geometry import Architecture
 from wan22_vae_decode.layers import DecoderWeights
@@ -36,8 +39,8 @@ class Decoder:
     """Decodes Wan2.2 (TI2V-5B) latents to video, exactly as the VAE does, in passes of a few latent frames.
 
     Made by ``from_state_dict``. The weights are prepared then and do not follow later changes of the checkpoint's
-    tensors; make a new decoder when those change (``weights.fingerprint`` tells). One decoder may be used by
-    several threads, but by one at a time if it has a group.
+    tensors; make a new decoder when those change (``weights.fingerprint`` tells). Several threads may use one decoder;
+    with a group they take turns, which every rank must do in the same order.
     """
 
     def __init__(
@@ -91,7 +94,19 @@ class Decoder:
             PeerError: another rank failed here; nothing was exchanged.
         """
         comm = parallel.communicator(group)
+        with _turn(comm):
+            return cls._made(state_dict, device, dtype, backend, frames_per_pass, comm)
 
+    @classmethod
+    def _made(
+        cls,
+        state_dict: Mapping[str, Tensor],
+        device: torch.device | str | None,
+        dtype: torch.dtype | str,
+        backend: str | Backend,
+        frames_per_pass: int | Literal["auto"],
+        comm: parallel.Communicator | None,
+    ) -> Decoder:
         def setup(action: Callable[[], Result], what: str) -> Result:
             return action() if comm is None else comm.together(action, what, parallel.SETUP_TIMEOUT)
 
@@ -102,21 +117,33 @@ class Decoder:
         tensors, arch, per_pass = setup(checked, "check its weights")
         ops = setup(lambda: _backend(backend, *_placement(tensors, device, dtype)), "start its backend")
         if comm is not None:
-            names = comm.gather(ops.name, parallel.SETUP_TIMEOUT)
+            names = comm.gather(ops.name, "choose a backend", parallel.SETUP_TIMEOUT)
             if len(set(names)) > 1:
                 log.once(f"the ranks have different backends {names}; all of them use torch")
                 ops = setup(lambda: backends.create("torch", ops.device, ops.dtype), "start the torch backend")
             comm.agree((arch, ops.dtype, per_pass), "architecture, type and frames_per_pass")
+            contents = setup(lambda: signature.contents(dict(sorted(tensors.items()))), "read its weights")
+            comm.agree(hash(contents), "weights (by their checksums)")
+
+        def prepare() -> DecoderWeights:
+            with memory_for(f"the weights in {ops.dtype} do"):
+                return _prepared(tensors, arch, ops, comm)
+
         try:
-            prepared = setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
+            prepared = setup(prepare, "prepare its weights")
         except BackendUnavailableError as error:
             # A backend may find that it cannot take these widths; all ranks find the same.
             if backend != "auto":
                 raise
             log.once(f"decoding with torch instead of the {ops.name} kernels: {error}")
             ops = setup(lambda: backends.create("torch", ops.device, ops.dtype), "start the torch backend")
-            prepared = setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
+            prepared = setup(prepare, "prepare its weights")
         return cls(tensors, arch, ops, prepared, per_pass, comm)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's tensors lie elsewhere, so that their fingerprint is another."""
+        self.__dict__.update(state)
+        self._fingerprint = weights.fingerprint(self._tensors)
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +161,7 @@ class Decoder:
 
     @property
     def stats(self) -> parallel.Stats:
-        """The exchanges of the latest decode on this rank (empty without a group)."""
+        """This rank's exchanges of the latest decode of the group, by whichever decoder (empty without a group)."""
         return parallel.Stats() if self._comm is None else self._comm.stats
 
     def why_not(
@@ -162,14 +189,15 @@ class Decoder:
         Raises:
             InputError: the latents or an option cannot be decoded (``why_not`` gives the sentence).
             OutOfMemoryError: not even one latent frame at a time fits.
-            PeerError: another rank failed before anything was exchanged.
+            PeerError: another rank failed before anything was exchanged, or between two passes.
             CommunicationError: a rank failed or fell silent in the middle; the decoder is not usable any more.
         """
-        decode = self._decode(self._begin(latents, out_dtype, to))
-        video = decode.new_video()
-        for _ in decode.run(video):
-            pass
-        return video
+        with _turn(self._comm):
+            decode = self._decode(self._begin(latents, out_dtype, to))
+            video = decode.new_video()
+            for _ in decode.run(video):
+                pass
+            return video
 
     def stream(
         self, latents: Tensor, out_dtype: torch.dtype = torch.float32, to: int | Literal["all"] = "all"
@@ -177,9 +205,19 @@ class Decoder:
         """As ``decode``, but yields the video pass by pass, in order: [B, 3, f, 16H, 16W] each.
 
         The first item has 4n - 3 frames for a pass of n latent frames, the others 4n. Each is new memory. The
-        arguments are checked at once, not at the first item. With a group every rank iterates to the end.
+        arguments are checked at once, not at the first item. With a group every rank iterates to the end, and other
+        threads wait until then. The latents are not copied: leave them as they are until the end.
         """
-        return self._decode(self._begin(latents, out_dtype, to)).run(None)
+        turn = _turn(self._comm)
+        try:
+            passes = self._decode(self._begin(latents, out_dtype, to)).run(None)
+        except BaseException:
+            turn.end()
+            raise
+        items = _until_the_end(passes, turn)
+        # A generator that was never started runs nothing when it is closed.
+        weakref.finalize(items, turn.end)
+        return items
 
     # Beginning a decode
 
@@ -224,6 +262,16 @@ class Decoder:
         return _prepared(self._tensors, self.arch, ops, self._comm)
 
 
+def _until_the_end(items: Iterator[Tensor], turn: parallel.Turn) -> Iterator[Tensor]:
+    with turn:
+        yield from items
+
+
+def _turn(comm: parallel.Communicator | None) -> parallel.Turn:
+    """The turn of a thread to use the ranks; without ranks there is nothing to wait for."""
+    return (parallel.Turns() if comm is None else comm.turns).begin()
+
+
 def why_not(
     state_dict: Mapping[str, Tensor] | None = None,
     *,
@@ -262,6 +310,9 @@ def _placement(
         device = torch.device(device)
     except RuntimeError as error:
         raise InputError(f"device must name a torch device, not {device!r}") from error
+    if device.type == "cpu":
+        # As tensors say it, without an index.
+        device = torch.device("cpu")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise BackendUnavailableError("a CUDA device was asked for, but torch sees none")
@@ -301,9 +352,13 @@ def _prepared(
 def _frames_per_pass(value: int | str) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= memory.MAX_FRAMES:
+    try:
+        frames = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        frames = 0
+    if not 1 <= frames <= memory.MAX_FRAMES:
         raise InputError(f"frames_per_pass must be 'auto' or from 1 to {memory.MAX_FRAMES}, not {value!r}")
-    return value
+    return frames
 
 
 def _finite_frames(latents: Tensor) -> int:
@@ -325,8 +380,8 @@ def _latents_problem(latents: Tensor, arch: Architecture, device: torch.device, 
         return "latents have no frames"
     if 0 in (batch, rows, cols):
         return f"latents {list(latents.shape)} are empty"
-    if not latents.is_floating_point():
-        return f"latents must be floating-point, not {latents.dtype}"
+    if latents.dtype not in DTYPES.values():
+        return f"latents must be floating-point, not {latents.dtype}; use one of {', '.join(DTYPES)}"
     if latents.layout != torch.strided:
         return f"latents must be a dense tensor, not {latents.layout}"
     if latents.device != device:

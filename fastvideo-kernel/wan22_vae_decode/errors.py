@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's exceptions. Every message is one sentence: what is wrong, where, and what to do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,9 +38,9 @@ class CommunicationError(DecodeError):
 
 
 @contextmanager
-def memory_for(what: Callable[[], str]) -> Iterator[None]:
+def memory_for(what: str) -> Iterator[None]:
     """Turns torch's error into this package's, whose sentence begins with ``what`` did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{what()} not fit into the free memory; free memory, or decode fewer pixels") from error
+        raise OutOfMemoryError(f"{what} not fit into the free memory; free memory, or decode fewer pixels") from error

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from wan22_vae_decode.backends.base import Backend, OpShape
-from wan22_vae_decode.geometry import RESNETS, Architecture, UpBlockShape
+from wan22_vae_decode.geometry import CONTEXT_FRAMES, RESNETS, Architecture, UpBlockShape
 
 MAX_FRAMES = 61
 """Latent frames that a pass carries at most, over all ranks."""
@@ -65,6 +65,14 @@ def pass_bytes(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> 
     return sum(layers) + max(layers) + max(live for _, live in steps(ops, arch, extent, plan))
 
 
+def prefix_frames(plan: Plan, world: int) -> int:
+    """The most latent frames that a rank computes the prefix of, in a pass of ``plan`` or a shorter one at the end."""
+    if world == 1:
+        return plan.frames
+    # Fewer than two frames a rank are not split, and context comes before either kind.
+    return max(-(-plan.frames // world), min(plan.frames, 2 * world - 1)) + CONTEXT_FRAMES
+
+
 def readable(nbytes: int) -> str:
     """Bytes in the unit in which people think of them."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
@@ -77,7 +85,7 @@ def steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> Itera
 
 
 def _prefix_steps(ops: Backend, arch: Architecture, extent: Extent, plan: Plan) -> Iterator[tuple[str, int]]:
-    frames = plan.frames if not extent.split else -(-plan.frames // extent.world) + 6
+    frames = prefix_frames(plan, extent.world)
     c, item = arch.inner, ops.dtype.itemsize
     shape = OpShape(extent.batch, frames, extent.image_rows, extent.cols, arch.latent, c, row_halo=False)
     stream = _activation(ops, shape, c)

@@ -7,13 +7,15 @@ then turns frames into row bands, on which the rest runs; before each 3x3 conv a
 neighbour. Passes with fewer than two frames a rank run the prefix on every rank and keep their rows.
 
 Agreement. Ranks talk over two groups of their own: data moves over one of the caller's kind (NCCL, gloo), decisions
-over a CPU group. A failure before the first exchange of a decode is told to everyone and raises ``PeerError`` on
-the healthy ranks. A failure in the middle of a pass is told at the pass's end; ranks that wait for data give up
-after the timeout. Either way every rank raises, and the groups are not used again.
+over a CPU group, each named so that ranks at different places notice. A failure before a decode's first exchange or
+between its passes is told to everyone and raises ``PeerError`` on the healthy ranks; the groups stay usable. A
+failure in the middle of a pass is told at the pass's end; ranks that wait for data give up after the timeout. Then
+every rank raises, and the groups are not used again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import threading
@@ -37,6 +39,8 @@ STATS_VARIABLE = "WAN22_VAE_DECODE_STATS"
 
 SETUP_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other while weights load and kernels build."""
+
+MAX_TIMEOUT = timedelta(days=7)
 
 Message = tuple[Callable, Tensor, int]
 """isend or irecv, a contiguous tensor, and the other rank."""
@@ -80,39 +84,65 @@ class Communicator:
     Args:
         group: the caller's group, or an object with ``device_group`` (FastVideo's coordinators).
         timeout: seconds to wait for a rank in the middle of a decode.
+
+    Attributes:
+        stats: the exchanges of the group's latest decode.
+        turns: what lets one thread at a time decode.
+        broken: why the ranks cannot exchange anything any more, or None.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
         group = getattr(group, "device_group", group)
         ranks = dist.get_process_group_ranks(group)
+        backend = dist.get_backend(group)
         self.rank = dist.get_rank(group)
         self.world = len(ranks)
         self.timeout = timedelta(seconds=timeout)
         self.stats = Stats()
+        self.turns = Turns()
         self.broken: str | None = None
         self._ranks = ranks
-        self._data = _new_group(ranks, dist.get_backend(group), self.timeout)
+        # NCCL ends the process when its own time is up: the agreement, which waits twice the timeout, comes first.
+        self._data = _new_group(ranks, backend, self.timeout if backend == "gloo" else 3 * self.timeout)
         self._control = _new_group(ranks, "gloo", SETUP_TIMEOUT)
 
     # Agreement
 
-    def gather(self, value: Any, timeout: timedelta | None = None) -> list[Any]:
-        """Every rank's picklable value, over the CPU group; raises ``CommunicationError`` if a rank stays silent."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        wait = timeout or 2 * self.timeout
+    def gather(self, value: Any, what: str, timeout: timedelta | None = None) -> list[Any]:
+        """Every rank's picklable value, over the CPU group.
+
+        Args:
+            value: this rank's.
+            what: the place in the decode, the same on every rank.
+            timeout: how long to wait for the others, by default twice the timeout of data.
+
+        Raises:
+            CommunicationError: a rank stays silent, or is at another place.
+        """
         try:
-            size = torch.tensor([payload.numel()])
-            sizes = [torch.empty_like(size) for _ in range(self.world)]
-            dist.all_gather(sizes, size, group=self._control, async_op=True).wait(wait)
-            longest = int(max(sizes))
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: payload.numel()] = payload
-            parts = [torch.empty_like(padded) for _ in range(self.world)]
-            dist.all_gather(parts, padded, group=self._control, async_op=True).wait(wait)
-        except RuntimeError as error:
-            self.abort("a rank did not answer")
-            raise CommunicationError(f"a rank of the parallel decode did not answer within {wait}") from error
-        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
+            answers = self._all_gather(pickle.dumps((what, value)), timeout or 2 * self.timeout)
+        except (RuntimeError, ValueError) as error:
+            self.abort("one of them was lost")
+            raise CommunicationError(f"lost contact with a rank of the parallel decode ({error})") from error
+        except BaseException:
+            self.abort("one of them was interrupted")
+            raise
+        places, values = zip(*map(pickle.loads, answers), strict=True)
+        if len(set(places)) > 1:
+            self.abort("they were at different places")
+            raise CommunicationError(f"the ranks are at different places of a parallel decode: {', '.join(places)}")
+        return list(values)
+
+    def _all_gather(self, payload: bytes, timeout: timedelta) -> list[bytes]:
+        """Every rank's bytes, of any lengths."""
+        size = torch.tensor([len(payload)], device="cpu")
+        sizes = [torch.empty_like(size) for _ in range(self.world)]
+        dist.all_gather(sizes, size, group=self._control, async_op=True).wait(timeout)
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded, group=self._control, async_op=True).wait(timeout)
+        return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]
 
     def together(self, action: Callable[[], Any], what: str, timeout: timedelta | None = None) -> Any:
         """Runs ``action`` on every rank; if it fails anywhere, it fails everywhere: there with its own error,
@@ -121,11 +151,15 @@ class Communicator:
         result, failure = None, None
         try:
             result = action()
-        except Exception as error:
+        except BaseException as error:
             failure = error
-        reports = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}", timeout)
-        if failure is not None:
-            raise failure
+        try:
+            reports = self.gather(None if failure is None else _text(failure), what, timeout)
+            if failure is not None:
+                raise failure
+        finally:
+            # Its traceback refers to this frame: without the cycle what the action held is free at once.
+            del failure
         for rank, report in enumerate(reports):
             if report is not None:
                 raise PeerError(f"rank {rank} failed to {what}, so no rank does ({report})")
@@ -133,7 +167,7 @@ class Communicator:
 
     def agree(self, value: Any, what: str) -> None:
         """Raises ``InputError`` on every rank unless all ranks have the same ``value``."""
-        values = self.gather(value)
+        values = self.gather(value, f"compare {what}")
         if any(other != values[0] for other in values):
             raise InputError(f"the ranks must decode the same thing, but their {what} differ: {values}")
 
@@ -141,28 +175,30 @@ class Communicator:
         """Called by every rank at the end of a part of a pass: raises everywhere if any rank failed in it."""
         waiting = isinstance(failure, CommunicationError)
         try:
-            reports = self.gather(None if failure is None else (waiting, f"{type(failure).__name__}: {failure}"))
-        except CommunicationError:
-            if failure is not None:
-                raise failure from None
-            raise
-        failed = [(report[0], rank, report[1]) for rank, report in enumerate(reports) if report is not None]
-        if not failed:
-            return
-        # A rank that only waited in vain is not the cause if another one knows better.
-        _, rank, text = min(failed)
-        self.abort(f"rank {rank} failed in the middle of a pass")
-        if failure is not None and not waiting:
-            raise failure
-        raise CommunicationError(f"rank {rank} failed in the middle of a pass ({text})") from failure
+            try:
+                reports = self.gather(None if failure is None else (waiting, _text(failure)), "end a part of a pass")
+            except CommunicationError:
+                if failure is not None:
+                    raise failure from None
+                raise
+            failed = [(report[0], rank, report[1]) for rank, report in enumerate(reports) if report is not None]
+            if not failed:
+                return
+            # A rank that only waited in vain is not the cause if another one knows better.
+            _, rank, text = min(failed)
+            self.abort(f"rank {rank} failed in the middle of a pass")
+            if failure is not None and not waiting:
+                raise failure
+            raise CommunicationError(f"rank {rank} failed in the middle of a pass ({text})") from failure
+        finally:
+            del failure
 
     def abort(self, reason: str) -> None:
         """Gives the data group up, so that no kernel waits for a rank that will never answer."""
         self.broken = reason
         _forget(self)
-        abort = getattr(self._data, "abort", None)
-        if abort is not None and dist.get_backend(self._data) == "nccl":
-            abort()
+        if dist.get_backend(self._data) != "gloo" and torch.cuda.is_available():
+            self._data.abort()
 
     # Exchanges
 
@@ -187,7 +223,7 @@ class Communicator:
             async_op=True,
         )
         with record_function("wan.exchange.prefix"):
-            self._wait([work])
+            self._wait([work], x.device)
         self.stats.add("prefix", (sum(sent) - sent[self.rank]) * item)
         return ops.join_frames(receive, counts, batch, mine, cols, channels)
 
@@ -234,7 +270,7 @@ class Communicator:
 
     def reduce_flag(self, flag: Tensor) -> None:
         """Sets the flag everywhere if it is set anywhere."""
-        self._wait([dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._data, async_op=True)])
+        self._wait([dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._data, async_op=True)], flag.device)
 
     def _exchange(self, messages: Sequence[Message]) -> None:
         """Posts sends and receives of whole tensors with group ranks, as bytes, and waits for them."""
@@ -243,35 +279,93 @@ class Communicator:
             for kind, tensor, peer in messages
         ]
         if operations:
-            self._wait(dist.batch_isend_irecv(operations))
+            self._wait(dist.batch_isend_irecv(operations), messages[0][1].device)
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    def _wait(self, works: Sequence[Any], device: torch.device) -> None:
         """On a GPU this orders streams only; on a CPU it waits, at most for the timeout."""
         for work in works:
-            if dist.get_backend(self._data) == "nccl":
+            if device.type == "cuda":
                 work.wait()
                 continue
             try:
                 work.wait(self.timeout)
             except RuntimeError as error:
-                raise CommunicationError(
-                    f"a rank of the parallel decode fell silent for {self.timeout} in the middle of a pass"
-                ) from error
+                raise CommunicationError(f"lost contact with a rank in the middle of a pass ({error})") from error
+
+
+class Turns:
+    """Lets one thread at a time decode: the exchanges of two decodes must not mix. A thread that has the turn may begin
+    another decode before it has ended the first, as while it iterates over a stream.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._thread: int | None = None
+        self._open = 0
+
+    def begin(self) -> Turn:
+        """Waits for the other thread's decodes to end."""
+        me = threading.get_ident()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._thread in (None, me), SETUP_TIMEOUT.total_seconds()):
+                raise DecodeError(
+                    f"another thread has been decoding with these ranks for {SETUP_TIMEOUT}; close its streams"
+                )
+            self._thread = me
+            self._open += 1
+        return Turn(self)
+
+    def end(self) -> None:
+        with self._changed:
+            self._open -= 1
+            if self._open == 0:
+                self._thread = None
+                self._changed.notify_all()
+
+
+class Turn:
+    """A decode's turn; ``end`` may be called by any thread and more than once."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns: Turns | None = turns
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.end()
 
 
 def communicator(group: Any) -> Communicator | None:
-    """The communicator of a group, shared by its decoders; None for no group or a group of one."""
+    """The communicator of a group, shared by its decoders; None for no group or a group of one.
+
+    Raises:
+        InputError: torch.distributed is not initialised, or this process is no rank of the group.
+        DecodeError: the timeout's variable is wrong.
+    """
     if group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
         raise InputError("a group was given, but torch.distributed is not initialised; call init_process_group first")
-    ranks = tuple(dist.get_process_group_ranks(getattr(group, "device_group", group)))
+    group = getattr(group, "device_group", group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise InputError("this process is not a rank of the group; make a decoder only on the ranks that belong to it")
+    ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return None
-    key = (ranks, dist.get_backend(getattr(group, "device_group", group)))
+    world, timeout = dist.group.WORLD, _timeout()
+    key = (world, ranks, dist.get_backend(group), timeout)
     with _lock:
+        # Those of a world that was destroyed went with it.
+        for old in [old for old in _communicators if old[0] is not world]:
+            del _communicators[old]
         if key not in _communicators:
-            _communicators[key] = Communicator(group, _timeout())
+            _communicators[key] = Communicator(group, timeout)
         return _communicators[key]
 
 
@@ -318,6 +412,12 @@ def _timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
-        raise DecodeError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
+    longest = MAX_TIMEOUT.total_seconds()
+    if math.isnan(seconds) or not 0 < seconds <= longest:
+        raise DecodeError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds up to {longest:.0f}, not {text!r}")
     return seconds
+
+
+def _text(failure: BaseException) -> str:
+    """A failure in the words that other ranks hear."""
+    return f"{type(failure).__name__}: {failure}"

@@ -103,7 +103,7 @@ class Decode:
             if not self._ran(interval, pixels):
                 # Alone, a pass that ran out of memory is cut smaller and begun again.
                 self._plans = self._plans[1:]
-                with memory_for(lambda: f"the passes before latent frame {start}, which are computed again, do"):
+                with memory_for(f"the passes before latent frame {start}, which are computed again, do"):
                     self._replay(self._prepared)
                 continue
             yield pixels
@@ -127,7 +127,7 @@ class Decode:
         """Drops the plans whose memory some rank cannot reserve."""
         index = self._first_that_fits(new_pixels)
         if self.comm is not None:
-            found = self.comm.gather(index)
+            found = self.comm.gather(index, "reserve a pass's memory")
             agreed = None if None in found else max(found)
             if agreed is not None and agreed != index:
                 self._prepared.ops.reserve(self._bytes(self._plans[agreed], new_pixels))
@@ -223,7 +223,7 @@ class Decode:
 
     def _in_bfloat16(self) -> Prepared:
         ops = self._prepared.ops.with_dtype(torch.bfloat16)
-        with memory_for(lambda: "float16 overflowed, and the weights in bfloat16 do"):
+        with memory_for("float16 overflowed, and the weights in bfloat16 do"):
             return Prepared(ops, self._prepare_again(ops))
 
     def _computed(self, interval: Interval, pixels: Tensor | None) -> tuple[Tensor, bool]:
@@ -286,7 +286,7 @@ class Decode:
         """[B, 3, frames, 16 * latent_rows, 16 W], uninitialised."""
         batch, _, _, _, cols = self.call.latents.shape
         shape = (batch, 3, frames, SPATIAL * latent_rows, SPATIAL * cols)
-        with memory_for(lambda: f"{frames} frames of pixels do"):
+        with memory_for(f"{frames} frames of pixels do"):
             return torch.empty(shape, dtype=self.call.out_dtype, device=self._prepared.ops.device)
 
     # Ranks

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from wan22_vae_decode.weights import decoder_tensors, fingerprint
+from wan22_vae_decode.weights import decoder_tensors, detached, fingerprint
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Odd 64-bit constants of Steele, Lea and Flood's SplitMix64 (2014), as signed numbers.
@@ -30,20 +30,27 @@ def signature(state_dict: Mapping[str, Tensor]) -> tuple:
         state_dict: as for ``Decoder.from_state_dict``; on any devices, meta excepted.
     """
     tensors = decoder_tensors(state_dict)
+    return fingerprint(tensors), contents(tensors)
+
+
+@torch.no_grad()
+def contents(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The checksum of every tensor that has elements: equal on all ranks with equal weights, wherever they lie."""
     matrices = [_matrix(tensor) for tensor in tensors.values() if tensor.numel()]
     longest = max((max(matrix.shape) for matrix in matrices), default=0)
     factors = {device: _factors(longest, device) for device in {matrix.device for matrix in matrices}}
     sums = [_checksum(matrix, factors[matrix.device]) for matrix in matrices]
     # In one tensor, so that the device is waited for once.
-    contents = torch.stack([value.to(sums[0].device) for value in sums]).tolist() if sums else []
-    return fingerprint(tensors), tuple(contents)
+    return tuple(torch.stack([value.to(sums[0].device) for value in sums]).tolist()) if sums else ()
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as a matrix of the widest integers that they and their place in memory allow."""
-    flat = tensor.detach().contiguous().view(-1)
+    """A tensor's bytes as a matrix of the widest integers that their number allows."""
+    flat = detached(tensor).contiguous().view(-1)
     item = flat.element_size()
-    words = flat.view(_WORDS[math.gcd(8, flat.numel() * item, flat.storage_offset() * item)])
+    if flat.storage_offset() * item % 8:
+        flat = flat.clone()
+    words = flat.view(_WORDS[math.gcd(8, flat.numel() * item)])
     rows = tensor.shape[0] if tensor.dim() and words.numel() % tensor.shape[0] == 0 else 1
     return words.view(rows, -1)
 

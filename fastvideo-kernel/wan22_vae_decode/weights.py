@@ -41,12 +41,33 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def decoder_tensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's part of a state dict, in its order, detached but not copied."""
-    return {
-        name: tensor.detach()
+    """The decoder's part of a state dict, in its order, detached but not copied.
+
+    Raises:
+        WeightsError: it is no mapping, or one of the decoder's values is no tensor.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise WeightsError(f"a state dict must map names to tensors, not be a {type(state_dict).__name__}")
+    own = {
+        name: tensor
         for name, tensor in state_dict.items()
-        if name.startswith(("post_quant_conv.", "decoder."))
+        if isinstance(name, str) and name.startswith(("post_quant_conv.", "decoder."))
     }
+    others = [f"{name} ({type(value).__name__})" for name, value in own.items() if not isinstance(value, Tensor)]
+    if others:
+        raise WeightsError(f"a state dict must map names to tensors, but these are none: {', '.join(others)}")
+    return {name: detached(tensor) for name, tensor in own.items()}
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The tensor without its gradients, also a parameter that was made in inference mode and moved or retyped outside:
+    it has no version counter, which every view of it would share.
+    """
+    if tensor.is_inference() or _version(tensor) >= 0:
+        return tensor.detach()
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    memory = tensor.untyped_storage()
+    return other.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -110,6 +131,9 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
     mistyped = [f"{name} ({t.dtype})" for name, t, _ in shared if t.dtype not in _FLOATS]
     if mistyped:
         problems.append(f"not floating-point: {', '.join(mistyped)}")
+    sparse = [f"{name} ({t.layout})" for name, t, _ in shared if t.layout != torch.strided]
+    if sparse:
+        problems.append(f"not dense: {', '.join(sparse)}")
     unplaced = [name for name, t, _ in shared if t.device.type == "meta"]
     if unplaced:
         problems.append(f"without data (meta device): {', '.join(unplaced)}")
@@ -120,10 +144,15 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:
     """A cheap value that changes when a tensor is replaced, moved, retyped or written in place (``_version``)."""
-    return tuple(
-        (name, t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device, tuple(t.shape))
-        for name, t in tensors.items()
-    )
+    return tuple((name, t.data_ptr(), _version(t), t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written in place, or -1 if inference mode left it without a counter."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def prepare(

@@ -47,16 +47,16 @@ def transforms(points: tuple[float, ...] = POINTS, taps: int = 3, scaled: bool =
         raise ValueError(f"interpolation points must be distinct, got {points}")
     outputs = len(points) + 2 - taps
     size = len(points) + 1
-    b = torch.zeros(size, size, dtype=torch.float64)
-    g = torch.zeros(size, taps, dtype=torch.float64)
-    a = torch.zeros(outputs, size, dtype=torch.float64)
+    b = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+    g = torch.zeros(size, taps, dtype=torch.float64, device="cpu")
+    a = torch.zeros(outputs, size, dtype=torch.float64, device="cpu")
     for j, point in enumerate(points):
         others = [p for p in points if p != point]
-        b[j, : len(points)] = torch.tensor(_monic(others), dtype=torch.float64)
+        b[j, : len(points)] = _vector(_monic(others))
         scale = math.prod(point - p for p in others)
-        g[j] = torch.tensor([point**k / scale for k in range(taps)], dtype=torch.float64)
-        a[:, j] = torch.tensor([point**k for k in range(outputs)], dtype=torch.float64)
-    b[-1] = torch.tensor(_monic(points), dtype=torch.float64)
+        g[j] = _vector([point**k / scale for k in range(taps)])
+        a[:, j] = _vector([point**k for k in range(outputs)])
+    b[-1] = _vector(_monic(points))
     g[-1, -1] = 1.0
     a[-1, -1] = 1.0
     if scaled:
@@ -70,6 +70,10 @@ def transform_weight(weight: Tensor, points: tuple[float, ...] = POINTS) -> Tens
     g = transforms(points).weight.to(weight.device)
     components = torch.einsum("iy,jx,otyxc->ijotc", g, g, weight.double())
     return components.reshape(-1, *components.shape[2:])
+
+
+def _vector(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _monic(roots: tuple[float, ...] | list[float]) -> list[float]:

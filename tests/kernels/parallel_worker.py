@@ -12,12 +12,13 @@ import logging
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from wan22_vae_decode import BackendUnavailableError, Decoder, backends, memory, parallel
+from wan22_vae_decode import BackendUnavailableError, Decoder, backends, memory, parallel, weights
 from wan22_vae_decode.backends.torch import TorchBackend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -35,7 +36,7 @@ def outcome(action):
     try:
         action()
         error, text = "done", ""
-    except Exception as failure:
+    except BaseException as failure:
         error, text = type(failure).__name__, str(failure)
     return {"error": error, "text": text, "seconds": time.monotonic() - start}
 
@@ -235,6 +236,76 @@ def impatient():
     parallel._communicators.clear()
 
 
+def disagreement(ranks):
+    """Ranks that differ in what they decode with or where they are, or that are interrupted."""
+    impatient()
+    z = latents(3, WORLD)
+    seen = {}
+    other = dict(ranks.tensors)
+    if RANK == 1:
+        other["decoder.conv_out.bias"] = other["decoder.conv_out.bias"] + 0.25
+    seen["other weights"] = outcome(lambda: Decoder.from_state_dict(other, group=dist.group.WORLD))
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    prepare = weights.prepare
+    if RANK == 1:
+        weights.prepare = interrupted
+    seen["interrupted setup"] = outcome(lambda: ranks.together())
+    weights.prepare = prepare
+
+    decoder = ranks.together(dtype="float32", frames_per_pass=1)
+    parts = list(decoder.stream(z))
+    within = decoder.stream(z)
+    next(within)
+    seen["within a stream"] = torch.equal(decoder.decode(z), torch.cat(parts, dim=2))
+    within.close()
+
+    # Two decoders in two threads: the main thread's begins first on every rank.
+    second = ranks.together(dtype="float32", frames_per_pass=1)
+    stream = decoder.stream(z)
+    pixels = [next(stream)]
+    with ThreadPoolExecutor(1) as pool:
+        other_thread = pool.submit(second.decode, z)
+        pixels += list(stream)
+        seen["two threads"] = torch.equal(other_thread.result(), torch.cat(pixels, dim=2))
+
+    communicator = decoder._comm
+    communicator.broken = None
+    if RANK == 1:
+        communicator._all_gather = interrupted
+    seen["interrupted agreement"] = outcome(lambda: decoder.decode(z))
+    seen["after the interruption"] = decoder.why_not(z)
+    # The interrupted rank knows at once, the other after its timeout.
+    dist.barrier()
+
+    decoder = ranks.together(dtype="float32", frames_per_pass=1)
+    stream = decoder.stream(z)
+    next(stream)
+    if RANK == 1:
+        # This rank leaves the stream early.
+        seen["left"] = outcome(lambda: decoder.decode(z))
+    else:
+        seen["left"] = outcome(lambda: list(stream))
+    stream.close()
+    seen["after leaving"] = decoder.why_not(z)
+
+    outsider = dist.new_group([0])
+    seen["outside the group"] = outcome(lambda: Decoder.from_state_dict(ranks.tensors, group=outsider))
+    return seen
+
+
+def new_world(ranks):
+    """The groups of a world that was destroyed are not used in the next."""
+    ranks.together(dtype="float32")
+    folder = Path(sys.argv[2])
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=RANK, world_size=WORLD)
+    z = latents(2, WORLD)
+    return (ranks.together(dtype="float32").decode(z) - ranks.alone(z, dtype="float32")).abs().max().item()
+
+
 def fault(ranks):
     """A rank fails in the middle of the second pass, while its neighbours wait for its rows."""
     impatient()
@@ -270,6 +341,7 @@ def once(ranks):
 SCENARIOS = {
     "once": (once,),
     "all": (equality, outputs, agreement, shrinking, overflow, fault),
+    "disagreement": (new_world, disagreement),
     "vanish": (vanish,),
 }
 

@@ -54,7 +54,7 @@ def test_clamp_is_the_references(state_dict, reference_vae, latents):
     assert video.max() <= 1
 
 
-@pytest.mark.parametrize("frames_per_pass", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("frames_per_pass", [1, 2, 3, 5])
 def test_video_does_not_depend_on_the_pass_size(frames_per_pass, state_dict, latents):
     z = latents(9, 2, 3)
     whole = Decoder.from_state_dict(state_dict, dtype="float64", frames_per_pass=9).decode(z, torch.float64)
@@ -62,7 +62,7 @@ def test_video_does_not_depend_on_the_pass_size(frames_per_pass, state_dict, lat
     assert (parts.decode(z, torch.float64) - whole).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("frames_per_slab", [1, 2, 3, 4])
+@pytest.mark.parametrize("frames_per_slab", [1, 2, 3])
 def test_video_does_not_depend_on_the_slab(frames_per_slab, monkeypatch, state_dict, latents):
     from wan22_vae_decode import memory
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call that cannot be decoded is refused with one sentence; every odd one that can, is decoded right."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
-from wan22_vae_decode import BackendUnavailableError, Decoder, InputError, backends, log, why_not
+from wan22_vae_decode import BackendUnavailableError, Decoder, InputError, WeightsError, backends, log, why_not
 from wan22_vae_decode.backends.torch import TorchBackend
 
 
@@ -20,6 +24,7 @@ BAD_LATENTS = {
     "no rows": (torch.zeros(1, 4, 2, 0, 3), "are empty"),
     "no items": (torch.zeros(0, 4, 2, 3, 3), "are empty"),
     "integers": (torch.zeros(1, 4, 2, 3, 3, dtype=torch.int64), "must be floating-point, not torch.int64"),
+    "float8": (torch.zeros(1, 4, 2, 3, 3).to(torch.float8_e4m3fn), "must be floating-point, not torch.float8_e4m3fn"),
     "complex": (torch.zeros(1, 4, 2, 3, 3, dtype=torch.complex64), "must be floating-point"),
     "sparse": (torch.zeros(1, 4, 2, 3, 3).to_sparse(), "must be a dense tensor"),
     "device": (torch.zeros(1, 4, 2, 3, 3, device="meta"), "are on meta, but this decoder is on cpu"),
@@ -84,6 +89,24 @@ def test_cuda_is_refused_without_a_gpu(state_dict):
         Decoder.from_state_dict(state_dict, device="cpu", backend="cuda")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: list(tensors.items()), "must map names to tensors, not be a list"),
+        (lambda tensors: tensors | {"decoder.conv_in.bias": [0.0]}, r"are none: decoder.conv_in.bias \(list\)"),
+        (
+            lambda tensors: tensors | {"decoder.conv_in.bias": tensors["decoder.conv_in.bias"].to_sparse()},
+            r"not dense: decoder.conv_in.bias \(torch.sparse_coo\)",
+        ),
+    ],
+)
+def test_state_dicts_of_other_things_are_refused(change, reason, state_dict):
+    changed = change(state_dict)
+    with pytest.raises(WeightsError, match=reason) as refusal:
+        Decoder.from_state_dict(changed)
+    assert why_not(changed) == str(refusal.value)
+
+
 def test_group_without_torch_distributed_is_refused(state_dict):
     with pytest.raises(InputError, match="init_process_group"):
         Decoder.from_state_dict(state_dict, group=object())
@@ -96,6 +119,41 @@ def test_defaults_on_a_cpu(state_dict):
 
 
 # Calls that are odd but right
+
+
+def test_other_keys_of_a_state_dict_do_not_matter(state_dict):
+    assert why_not(state_dict | {3: "three"}) is None
+
+
+def test_numpy_integers_are_integers(state_dict):
+    frames_per_pass = Decoder.from_state_dict(state_dict, frames_per_pass=np.int64(3)).frames_per_pass
+    assert (frames_per_pass, type(frames_per_pass)) == (3, int)
+
+
+def test_cpu_has_no_index(state_dict, latents):
+    decoder = Decoder.from_state_dict(state_dict, device="cpu:0")
+    assert decoder.device == torch.device("cpu")
+    assert decoder.decode(latents(1, 1, 1).float()).shape == (1, 3, 1, 16, 16)
+
+
+def test_default_device_does_not_matter(state_dict, decoder, latents):
+    z = latents(2, 2, 2).float()
+    ops = TorchBackend(torch.device("cpu"), torch.float32, winograd_levels=(1,))
+    expected = decoder.decode(z), Decoder.from_state_dict(state_dict, backend=ops).decode(z)
+    with torch.device("meta"):
+        plain = Decoder.from_state_dict(state_dict, frames_per_pass=2)
+        tiles = Decoder.from_state_dict(state_dict, backend=ops)
+        videos = plain.decode(z), tiles.decode(z)
+    assert all(torch.equal(video, right) for video, right in zip(videos, expected, strict=True))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda decoder: pickle.loads(pickle.dumps(decoder))])
+def test_copies_decode_alike(duplicate, state_dict, latents):
+    loud = state_dict | {"decoder.conv_in.weight": 3000 * state_dict["decoder.conv_in.weight"]}
+    decoder = Decoder.from_state_dict(loud, dtype="float16")
+    # An overflow makes the weights again, from the copy's own tensors.
+    z = 100 * latents(1, 2, 2).float()
+    assert torch.equal(duplicate(decoder).decode(z), decoder.decode(z))
 
 
 def test_strides_do_not_matter(decoder, latents):

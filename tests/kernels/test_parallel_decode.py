@@ -236,3 +236,58 @@ def test_statistics_are_logged_only_when_asked_for(run_ranks):
         _, texts = run_ranks(2, "once", limit=60, WAN22_VAE_DECODE_STATS=value)
         for rank, text in enumerate(texts):
             assert (f"rank {rank} of 2 sent: halo 30 (" in text) == (value == "1")
+
+
+@pytest.fixture(scope="module")
+def disagreeing(run_ranks):
+    seen, texts = run_ranks(2, "disagreement", limit=100)
+    assert all(result is not None for result in seen), "\n".join(texts)
+    return seen
+
+
+def test_ranks_with_other_weights_are_refused(disagreeing):
+    for seen in disagreeing:
+        refusal = seen["disagreement"]["other weights"]
+        assert refusal["error"] == "InputError"
+        assert "their weights (by their checksums) differ" in refusal["text"]
+
+
+def test_interrupt_of_one_rank_s_setup_is_told_to_the_others(disagreeing):
+    results = [seen["disagreement"]["interrupted setup"] for seen in disagreeing]
+    assert [result["error"] for result in results] == ["PeerError", "KeyboardInterrupt"]
+    assert "rank 1 failed to prepare its weights" in results[0]["text"]
+    assert all(result["seconds"] < TIMEOUT for result in results)
+
+
+def test_interrupt_in_an_agreement_breaks_the_communicator(disagreeing):
+    results = [seen["disagreement"] for seen in disagreeing]
+    assert results[1]["interrupted agreement"]["error"] == "KeyboardInterrupt"
+    assert results[0]["interrupted agreement"]["error"] == "CommunicationError"
+    assert "lost contact with a rank" in results[0]["interrupted agreement"]["text"]
+    assert all("make a new decoder on every rank" in result["after the interruption"] for result in results)
+
+
+def test_decoders_of_a_group_take_turns(disagreeing):
+    for seen in disagreeing:
+        assert seen["disagreement"]["within a stream"], "a thread may decode while it iterates over a stream"
+        assert seen["disagreement"]["two threads"]
+
+
+def test_stream_that_one_rank_leaves_early_is_noticed(disagreeing):
+    for seen in disagreeing:
+        left = seen["disagreement"]["left"]
+        assert left["error"] == "CommunicationError"
+        assert "the ranks are at different places" in left["text"]
+        assert left["seconds"] < TIMEOUT
+        assert "make a new decoder on every rank" in seen["disagreement"]["after leaving"]
+
+
+def test_rank_outside_the_group_is_refused(disagreeing):
+    outside = [seen["disagreement"]["outside the group"] for seen in disagreeing]
+    assert outside[0]["error"] == "done"
+    assert outside[1]["error"] == "InputError"
+    assert "not a rank of the group" in outside[1]["text"]
+
+
+def test_new_world_has_new_groups(disagreeing):
+    assert all(seen["new_world"] < 1e-5 for seen in disagreeing)

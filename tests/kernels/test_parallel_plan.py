@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes which frames, on paper."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan22_vae_decode import InputError, parallel
+from wan22_vae_decode import InputError, memory, parallel
 from wan22_vae_decode.errors import DecodeError
 
 
@@ -39,6 +43,60 @@ def test_window_has_six_frames_of_context_where_there_are_six(interval, expected
     assert parallel.window(*interval) == expected
 
 
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_memory_counts_the_prefix_frames_of_the_busiest_rank(world):
+    for frames in range(1, 40):
+        busiest = 0
+        # Away from the clip's beginning, where every rank needs its context; a clip's last pass may be shorter.
+        for length in range(1, frames + 1):
+            passes = parallel.frame_intervals(100, 100 + length, world) or [(100, 100 + length)]
+            windows = [parallel.window(*interval) for interval in passes]
+            busiest = max(busiest, *(stop - first for first, stop, _ in windows))
+        assert memory.prefix_frames(memory.Plan(frames, 1), world) == busiest
+
+
+def stand_in(gather):
+    """A communicator of two ranks, the other of which says what this one does."""
+    comm = object.__new__(parallel.Communicator)
+    comm.gather = gather
+    comm.abort = lambda reason: None
+    return comm
+
+
+@pytest.mark.parametrize("agreement", ["together", "finish_pass"])
+def test_failures_do_not_keep_memory(agreement):
+    class Held:
+        pass
+
+    comm = stand_in(lambda value, *place: [value, value])
+    seen = []
+
+    def fail():
+        held = Held()
+        seen.append(weakref.ref(held))
+        raise ValueError("no")
+
+    def run():
+        if agreement == "together":
+            comm.together(fail, "fail")
+        try:
+            fail()
+        except ValueError as error:
+            failure = error
+        try:
+            comm.finish_pass(failure)
+        finally:
+            del failure
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            run()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_no_group_is_no_communicator():
     assert parallel.communicator(None) is None
 
@@ -49,7 +107,7 @@ def test_group_needs_torch_distributed():
         parallel.communicator(object())
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "soon"])
+@pytest.mark.parametrize("value", ["0", "-3", "soon", "nan", "inf", "1e30"])
 def test_timeout_variable_is_checked(value, monkeypatch):
     monkeypatch.setenv(parallel.TIMEOUT_VARIABLE, value)
     with pytest.raises(DecodeError, match="positive number of seconds"):

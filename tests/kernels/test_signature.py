@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from wan22_vae_decode.signature import signature
+from wan22_vae_decode.signature import contents, signature
+from wan22_vae_decode.weights import decoder_tensors
 
 NAME = "decoder.conv_in.weight"
 
@@ -24,6 +25,23 @@ def test_nothing_written_gives_the_same_signature(weights):
     weights[NAME].sum()
     with torch.inference_mode():
         assert signature(weights) == before
+
+
+def test_parameters_from_inference_mode_that_were_retyped_outside(weights):
+    with torch.inference_mode():
+        module = torch.nn.ParameterList([weights[NAME].clone()])
+    module.requires_grad_(False).to(torch.float64)
+    retyped = {NAME: module[0]}
+    before = signature(retyped)
+    assert signature(retyped) == before
+    decoder_tensors(retyped)[NAME].mul_(2)
+    assert signature(retyped) != before
+
+
+def test_contents_do_not_depend_on_the_place_in_memory(weights):
+    buffer = torch.zeros(weights[NAME].numel() + 1)
+    moved = buffer[1:].view(weights[NAME].shape).copy_(weights[NAME])
+    assert contents({NAME: moved}) == contents({NAME: weights[NAME]})
 
 
 def test_tensors_that_are_not_the_decoder_s_do_not_matter(weights):

@@ -20,7 +20,7 @@ halo); a backend may instead return transformed components, or a deferred descri
 memory.
 
 Streams. Ops enqueue on the current stream of their tensors' device and never wait for the host. ``reserve`` is
-called before a pass with the bytes that ``geometry`` predicts; a pass must be able to run without new memory from
+called before a pass with the bytes that ``memory`` predicts; a pass must be able to run without new memory from
 the driver.
 
 Errors. Ops raise on misuse (wrong channel counts) only in ways that are bugs of the caller; all checks of user
