@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wan22_vae_decode import Decoder, OutOfMemoryError, memory
+from wan22_vae_decode import Decoder, OutOfMemoryError, memory, weights
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
@@ -218,3 +218,12 @@ def test_video_that_does_not_fit_is_an_error(state_dict, latents, monkeypatch):
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(OutOfMemoryError, match="5 frames of pixels do not fit"):
         decoder.decode(z)
+
+
+def test_weights_that_do_not_fit_are_an_error(state_dict, monkeypatch):
+    def prepare(*args, **options):
+        raise torch.OutOfMemoryError("no more memory")
+
+    monkeypatch.setattr(weights, "prepare", prepare)
+    with pytest.raises(OutOfMemoryError, match=r"the weights in torch\.float16 do not fit"):
+        Decoder.from_state_dict(state_dict, dtype="float16")
