@@ -126,18 +126,19 @@ class Decoder:
             comm.agree(hash(contents), "weights (by their checksums)")
 
         def prepare() -> DecoderWeights:
+            # Around the agreement, so that the other ranks hear torch's own words.
             with memory_for(f"the weights in {ops.dtype} do"):
-                return _prepared(tensors, arch, ops, comm)
+                return setup(lambda: _prepared(tensors, arch, ops, comm), "prepare its weights")
 
         try:
-            prepared = setup(prepare, "prepare its weights")
+            prepared = prepare()
         except BackendUnavailableError as error:
             # A backend may find that it cannot take these widths; all ranks find the same.
             if backend != "auto":
                 raise
             log.once(f"decoding with torch instead of the {ops.name} kernels: {error}")
             ops = setup(lambda: backends.create("torch", ops.device, ops.dtype), "start the torch backend")
-            prepared = setup(prepare, "prepare its weights")
+            prepared = prepare()
         return cls(tensors, arch, ops, prepared, per_pass, comm)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
