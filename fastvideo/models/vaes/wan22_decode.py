@@ -144,6 +144,8 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         try:
             reason = self._why_not(z)
             contents = signature(self._weights()) if reason is None else ()
+        except torch.OutOfMemoryError as error:
+            return str(error), None
         except RuntimeError as error:  # a rank that raised here alone would leave the others waiting
             return f"the weights cannot be examined ({error})", None
         if reason is not None:
