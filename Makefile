@@ -6,6 +6,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # An index that offers CPU builds of torch, where pip's default brings the (much larger) CUDA build: make TORCH_INDEX=URL
 TORCH_INDEX ?=
+# The demo's photograph; through the environment, so that its name may hold anything.
+export IMAGE
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -24,7 +26,7 @@ KERNEL := fastvideo-kernel/pyproject.toml
 
 demo: $(VENV)/.overlay  ## two videos, two contact sheets and a table in out/
 	PYTHONWARNINGS='ignore:Failed to load image Python extension' \
-	$(PY) -m fastvideo.pipelines.pan2.demo $(if $(IMAGE),--image '$(IMAGE)') $(DEMO_FLAGS)
+	$(PY) -m fastvideo.pipelines.pan2.demo $(if $(IMAGE),--image "$$IMAGE") $(DEMO_FLAGS)
 
 test: $(VENV)/.overlay lint  ## format, lint, types and every test that this machine can run
 	$(PY) -m pytest $(PYTEST_FLAGS)
@@ -54,4 +56,5 @@ $(VENV)/.overlay: $(VENV)/.kernel $(OVERLAY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build out fastvideo-kernel/*.egg-info *.egg-info
+	rm -rf $(VENV) build out outputs fastvideo-kernel/*.egg-info *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

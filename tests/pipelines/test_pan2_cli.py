@@ -35,8 +35,8 @@ def test_bad_request_ends_with_its_sentence(tmp_path, run_python, tiny_checkpoin
     }
     (tmp_path / "run.json").write_text(json.dumps(config))
     done = run_python(FASTVIDEO_PAN2, "generate", "--config", tmp_path / "run.json", check=False)
-    assert done.returncode
-    assert "height is 33: PAN2 needs a positive multiple of 32, for example 32." in done.stderr
+    assert done.returncode == 2
+    assert "error: height is 33: PAN2 needs a positive multiple of 32, for example 32." in done.stderr
 
 
 def test_demo_writes_two_videos_two_sheets_and_a_table(tmp_path, run_python, photograph):

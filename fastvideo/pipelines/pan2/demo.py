@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     from fastvideo.pipelines.pan2.requests import load_image
 
     try:
-        image = arguments.image or sample_photograph()
+        image = arguments.image.expanduser() if arguments.image else sample_photograph()
         load_image(image)
         with tempfile.TemporaryDirectory(prefix="pan2-demo-") as scratch:
             make_videos(arguments, image, Path(scratch))
