@@ -4,7 +4,6 @@
 Saves the outputs of each rank, and which ops made them, as ``OUT.<rank>``.
 """
 
-import multiprocessing
 import os
 import sys
 
@@ -15,6 +14,7 @@ from fastvideo.distributed import cleanup_dist_env_and_memory, maybe_init_distri
 from fastvideo.forward_context import set_forward_context
 from fastvideo.models.dits.pan2 import PAN2Transformer3DModel
 from fastvideo.models.dits.pan2_fusions import FUSED_OPS, set_fused_kernels
+from forked_ranks import run_forked
 
 
 def run_rank(rank: int, ranks: int, cases_file: str, out: str) -> None:
@@ -36,19 +36,7 @@ def run_rank(rank: int, ranks: int, cases_file: str, out: str) -> None:
 
 def main(cases_file: str, out: str, rank_count: str) -> None:
     torch.set_num_threads(1)
-    ranks = int(rank_count)
-    # Forked, so that FastVideo is imported once.
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=run_rank, args=(rank, ranks, cases_file, out)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=100)
-        # A rank that lost its peers would wait for them.
-        process.kill()
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in processes]}")
+    run_forked(run_rank, int(rank_count), cases_file, out, timeout=100)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 Runs the cases of the file CASES and saves the outputs of every rank as ``OUT.<ranks>.<rank>``.
 """
 
-import multiprocessing
 import os
 import sys
 
@@ -14,6 +13,7 @@ from fastvideo.configs.models.dits.pan2 import PAN2Config
 from fastvideo.distributed import cleanup_dist_env_and_memory, maybe_init_distributed_environment_and_model_parallel
 from fastvideo.forward_context import set_forward_context
 from fastvideo.models.dits.pan2 import PAN2Transformer3DModel
+from forked_ranks import run_forked
 
 
 def run_rank(rank: int, ranks: int, cases_file: str, out: str) -> None:
@@ -34,19 +34,8 @@ def run_rank(rank: int, ranks: int, cases_file: str, out: str) -> None:
 
 def main(cases_file: str, out: str, *rank_counts: str) -> None:
     torch.set_num_threads(1)
-    # Forked, so that FastVideo is imported once.
-    context = multiprocessing.get_context("fork")
     for ranks in map(int, rank_counts):
-        processes = [context.Process(target=run_rank, args=(rank, ranks, cases_file, out)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=100)
-            # A rank that lost its peers would wait for them.
-            process.kill()
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in processes]}")
+        run_forked(run_rank, ranks, cases_file, out, timeout=100)
 
 
 if __name__ == "__main__":

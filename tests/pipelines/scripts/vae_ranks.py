@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from fastvideo.distributed import cleanup_dist_env_and_memory, maybe_init_distributed_environment_and_model_parallel
 from fastvideo.models.vaes import wan22_decode
 from fastvideo.models.vaes.wan22_decode import AutoencoderKLWan
+from forked_ranks import run_forked
 from vae_tiny import tiny_latents, tiny_vae
 
 from wan22_vae_decode import Decoder, OutOfMemoryError, weights
@@ -158,19 +158,8 @@ def run_rank(rank: int, ranks: int, out: str) -> None:
 
 def main(out: str, *rank_counts: str) -> None:
     torch.set_num_threads(1)
-    # Forked, so that FastVideo is imported once.
-    context = multiprocessing.get_context("fork")
     for ranks in map(int, rank_counts):
-        processes = [context.Process(target=run_rank, args=(rank, ranks, out)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=150)
-            # A rank that lost its peers would wait for them.
-            process.kill()
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(f"exit codes of {ranks} ranks: {[process.exitcode for process in processes]}")
+        run_forked(run_rank, ranks, out, timeout=150)
 
 
 if __name__ == "__main__":
