@@ -296,11 +296,12 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
     band = heuristics.tile_rows_per_band(down, tile_row)
     tiles = band * across
     components = torch.empty(number, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
+    kept = torch.empty_like(history[0])
     products = torch.empty(number, t, band, across, c_out, dtype=x.dtype, device=x.device)
     shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}{suffix}"
 
     def transform_input() -> None:
-        kernels.winograd_input(x[0], norm, history[0], None, 0, components)
+        kernels.winograd_input(x[0], norm, history[0], None, 0, components, kept)
 
     def multiply() -> None:
         windows = components.as_strided((number, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))

@@ -108,7 +108,7 @@ class Emulator:
             kept = at(following, dtype, (2, *source.shape[1:]))
             kept[-min(2, p.frames) :] = out[-min(2, p.frames) :]
 
-    def winograd_input(self, p, x, above, below, history, gamma, v, dtype):
+    def winograd_input(self, p, x, above, below, history, gamma, v, next_history, dtype):
         dtype = ELEMENTS[dtype]
         rows = p.rows + 2 * p.halo
         padded = torch.empty(p.frames + 2, rows, p.columns, p.channels, dtype=dtype)
@@ -117,6 +117,10 @@ class Emulator:
         )
         number = {element: number for number, element in ELEMENTS.items()}[dtype]
         self.norm_silu_pad(problem, x, above, below, history, gamma, padded.data_ptr(), None, number)
+        # Of the next history, each launch writes the rows of its tiles, and the halo rows beside them.
+        first, end = 4 * p.first_tile_row, 4 * (p.first_tile_row + p.tile_rows)
+        kept = slice(first + p.halo if first else 0, rows if end >= p.rows else end + p.halo)
+        at(next_history, dtype, (2, *padded.shape[1:]))[:, kept] = padded[-2:, kept]
         edge = 0 if p.halo else 1
         width = p.tile_columns
         down, across = -(-p.rows // 4), -(-p.columns // width)

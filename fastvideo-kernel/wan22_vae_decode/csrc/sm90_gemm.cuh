@@ -47,12 +47,13 @@ using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::epilogue::TmaWarpSpecializedCooperative,
     cutlass::epilogue::fusion::LinCombPerColBias<Element, float, float, Element, float>>::CollectiveOp;
 
-// D[m, n] = round(acc[m, n]). Without R, shared memory has room for two pieces of 64 columns on their way to D, half as
-// many waits a tile: with a short K the tensor cores idle for a good part of it while a tile is written.
+// D[m, n] = round(acc[m, n]). Without R, shared memory has room for a whole tile on its way to D in two pieces, so that
+// nothing waits for its write: with a short K the tensor cores idle for a good part of a tile's time while it is
+// written. That pays for a stage less of operands.
 template <int TileN>
 using PlainEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Shape<Int<kTileM>, Int<TileN>, Int<kTileK>>, ClusterShape,
-    Shape<Int<kTileM>, _64>, float, float, void, StrideD, 8, Element, StrideD, 8,
+    Shape<Int<kTileM>, Int<TileN / 2>>, float, float, void, StrideD, 8, Element, StrideD, 8,
     cutlass::epilogue::TmaWarpSpecializedCooperative,
     cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
 

@@ -30,7 +30,8 @@ struct TapGemm {
       Shape<Int<kTileM>, Int<TileN>, Shape<Int<kTileK>, _1>>, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename EpilogueOp::SharedStorage)>,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
-  static_assert(Mainloop::DispatchPolicy::Stages >= 4, "fewer than four stages leave the tensor cores waiting for TMA");
+  static_assert(Mainloop::DispatchPolicy::Stages >= 3,
+                "fewer than three stages leave the tensor cores waiting for TMA");
   using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, EpilogueOp>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 };

@@ -139,6 +139,7 @@ class Kernels:
         halo: Halo | None,
         first_tile_row: int,
         components: Tensor,
+        next_history: Tensor,
     ) -> None:
         """Components of F(4 x 4 or 3, 3x3) of a causal conv's input, for a range of rows of tiles.
 
@@ -150,6 +151,7 @@ class Kernels:
             first_tile_row: the first of the range; a tile has four rows.
             components: [36 or 30, 2 + T, tile rows of the range, ceil(W / columns), C], written; their number tells
                 the columns of a tile.
+            next_history: like ``history``, receives the last two frames of history and x in the range's rows.
         """
         frames, rows, cols, channels = x.shape
         problem = WinogradInputProblem(
@@ -157,7 +159,7 @@ class Kernels:
             *(winograd.columns(len(components)), first_tile_row, components.shape[2]),
         )
         above, below = halo or (None, None)
-        arguments = (problem, x, above, below, history, norm, components, DTYPES[x.dtype])
+        arguments = (problem, x, above, below, history, norm, components, next_history, DTYPES[x.dtype])
         self._launch("wan_winograd_input", arguments, components)
 
     def winograd_output(

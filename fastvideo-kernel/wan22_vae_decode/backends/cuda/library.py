@@ -118,7 +118,7 @@ def _signatures() -> dict[str, list[type]]:
     pointer = ctypes.POINTER
     signatures: dict[str, list[type]] = {
         "wan_norm_silu_pad": [pointer(PadProblem), *[c_void_p] * 7, c_int],
-        "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 6, c_int],
+        "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 7, c_int],
         "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_differences": [pointer(DifferencesProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_combine": [pointer(UpsampleProblem), *[c_void_p] * 4, c_int],
