@@ -480,7 +480,7 @@ def test_method_choice():
 
 def test_structures_match_the_sources():
     """Field order and types of the ctypes structures are those of the C structures."""
-    texts = "\n".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cu")))
+    texts = "\n".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cu*")))
     kinds = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
     for structure in (
         library.Conv3dProblem,
