@@ -220,9 +220,10 @@ def time_ops(bench: Bench, frames: int, slab: int) -> None:
                 continue
             residual = channels == c_out
             # Both methods side by side; only the chosen one counts.
-            chosen = bench.ours.conv3d_method(level, channels, c_out, split_rows=False)
-            conv_row(bench, level, t, rows, cols, channels, c_out, count * (chosen == "direct"), residual)
-            winograd_rows(bench, level, t, rows, cols, channels, c_out, count * (chosen == "winograd"), residual)
+            chosen = bench.ours.winograd_columns(level, channels, c_out, split_rows=False)
+            conv_row(bench, level, t, rows, cols, channels, c_out, count * (chosen == 0), residual)
+            columns = chosen or 4
+            winograd_rows(bench, level, t, rows, cols, channels, c_out, count * (chosen > 0), residual, columns)
         if first:
             pointwise_row(bench, level, t, rows, cols, c_in, c_out, first)
     # Counted in the attention.
@@ -267,17 +268,18 @@ def conv_row(bench, level, t, rows, cols, c_in, c_out, count, residual, normed=T
     bench.row(row, run)
 
 
-def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual) -> None:
-    """A whole F(4x4, 3x3) conv with what makes its input, then the three kernels of its first band."""
+def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, columns) -> None:
+    """A whole Winograd conv with what makes its input, then the three kernels of its first band."""
     x, history = bench.random(1, t, rows, cols, c_in), bench.random(1, 2, rows, cols, c_in)
     norm = 1 + 0.1 * bench.fp32(c_in)
     weight = bench.weight(c_out, 3, 3, 3, c_in)
-    parts = [winograd.transform_weight(part).to(weight.dtype) for part in weight.split(128)]
-    conv = layers.WinogradConv(torch.cat(parts, dim=1), bench.fp32(c_out))
+    parts = [winograd.transform_weight(part, columns).to(weight.dtype) for part in weight.split(128)]
+    conv = layers.WinogradConv(torch.cat(parts, dim=1), bench.fp32(c_out), columns)
     direct = layers.Conv(weight, conv.bias)
     skip = bench.random(1, t, rows, cols, c_out) if residual else None
     out = torch.empty(1, t, rows, cols, c_out, dtype=x.dtype, device=x.device)
-    shape = f"L{level} {t}x{rows}x{cols} {c_in}->{c_out}" + (" +res" if residual else "")
+    suffix = f" 4x{columns}" + (" +res" if residual else "")
+    shape = f"L{level} {t}x{rows}x{cols} {c_in}->{c_out}{suffix}"
 
     def run(ops: Backend) -> Tensor:
         if ops is bench.ours:
@@ -285,24 +287,24 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual) -> 
         return ops.causal_conv3d(ops.norm_silu_pad(x, norm, history, None, direct)[0], direct, skip)
 
     # Checked against torch's direct conv, timed in the rows above; the rate is that of the products that remain.
-    flops = 2.0 * 36 * 3 * t * -(-rows // 4) * -(-cols // 4) * c_in * c_out
+    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, columns)
+    flops = 2.0 * number * 3 * t * down * across * c_in * c_out
     row = Row("winograd_conv3d", shape, count, flops=flops)
     bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype], beside=False)
 
     kernels, size = bench.ours.kernels, x.element_size()
-    across = -(-cols // 4)
-    tile_row = across * 36 * ((t + 2) * c_in + t * c_out) * size
-    band = heuristics.tile_rows_per_band(-(-rows // 4), tile_row)
+    tile_row = across * number * ((t + 2) * c_in + t * c_out) * size
+    band = heuristics.tile_rows_per_band(down, tile_row)
     tiles = band * across
-    components = torch.empty(36, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
-    products = torch.empty(36, t, band, across, c_out, dtype=x.dtype, device=x.device)
-    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}" + (" +res" if residual else "")
+    components = torch.empty(number, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
+    products = torch.empty(number, t, band, across, c_out, dtype=x.dtype, device=x.device)
+    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}{suffix}"
 
     def transform_input() -> None:
         kernels.winograd_input(x[0], norm, history[0], None, 0, components)
 
     def multiply() -> None:
-        windows = components.as_strided((36, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
+        windows = components.as_strided((number, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
         kernels.tap_gemm(windows, conv.weight, None, None, products.flatten(1, 3))
 
     def transform_output() -> None:
@@ -311,7 +313,7 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual) -> 
     pixels = min(4 * band, rows) * cols
     read = (t + 2) * pixels * c_in * size
     bench.part(Row("winograd_input", shape, 0, nbytes=read + components.numel() * size), transform_input)
-    bench.part(Row("winograd GEMM", shape, 0, flops=2.0 * 36 * 3 * t * tiles * c_in * c_out), multiply)
+    bench.part(Row("winograd GEMM", shape, 0, flops=2.0 * number * 3 * t * tiles * c_in * c_out), multiply)
     moved = products.numel() * size + (2 if residual else 1) * t * pixels * c_out * size
     bench.part(Row("winograd_output", shape, 0, nbytes=moved), transform_output)
 

@@ -80,10 +80,10 @@ def run_demo(*options: str) -> dict[str, Any]:
     """The demo's videos; seconds of each stage."""
     from fastvideo.pipelines.pan2 import demo
 
-    with tempfile.TemporaryDirectory() as scratch:
-        settings = demo.parse_arguments([*options, "--out", scratch])
+    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryDirectory() as scratch:
+        settings = demo.parse_arguments([*options, "--out", out])
         results = demo.make_videos(settings, demo.sample_photograph(), Path(scratch))
-        sizes = {name: Path(result.video_path).stat().st_size for name, result in results.items()}
+        sizes = {name: (Path(out) / f"{name}.mp4").stat().st_size for name in results}
     report: dict[str, Any] = {"options": list(options)}
     for name, result in results.items():
         stages = result.logging_info.stages

@@ -22,14 +22,15 @@ class Conv:
 
 @dataclass(frozen=True)
 class WinogradConv:
-    """A 3x3x3 convolution in F(4x4, 3x3) form: ``weight`` [36, C_out, 3, C_in] and ``bias`` [C_out].
+    """A 3x3x3 convolution in F(4 x ``columns``, 3x3) form: ``weight`` [components, C_out, 3, C_in], ``bias`` [C_out].
 
-    Component 6*i + j belongs to row i of the vertical and row j of the horizontal transform; the third axis is the
-    temporal tap, oldest first, so that a component's GEMM runs over K = 3 * C_in.
+    Component i * (columns + 2) + j belongs to row i of the vertical and row j of the horizontal transform; the third
+    axis is the temporal tap, oldest first, so that a component's GEMM runs over K = 3 * C_in.
     """
 
     weight: Tensor
     bias: Tensor
+    columns: int
 
 
 @dataclass(frozen=True)

@@ -204,17 +204,17 @@ class _Preparation:
         return UpBlock(resnets, Upsampler(time, spatial))
 
     def resnet(self, name: str, level: int, c_in: int, c_out: int) -> Resnet:
-        method1 = self.backend.conv3d_method(level, c_in, c_out, self.split_rows)
-        method2 = self.backend.conv3d_method(level, c_out, c_out, self.split_rows)
+        columns1 = self.backend.winograd_columns(level, c_in, c_out, self.split_rows)
+        columns2 = self.backend.winograd_columns(level, c_out, c_out, self.split_rows)
         shortcut, shortcut_bias = None, None
         if c_in != c_out:
             shortcut = Pointwise(self.typed(self.wide(f"{name}.conv_shortcut.weight").flatten(1)), None)
             shortcut_bias = self.wide(f"{name}.conv_shortcut.bias")
         return Resnet(
             norm1=self.norm(f"{name}.norm1.gamma"),
-            conv1=self.conv3d(f"{name}.conv1", method1),
+            conv1=self.conv3d(f"{name}.conv1", columns1),
             norm2=self.norm(f"{name}.norm2.gamma"),
-            conv2=self.conv3d(f"{name}.conv2", method2, extra_bias=shortcut_bias),
+            conv2=self.conv3d(f"{name}.conv2", columns2, extra_bias=shortcut_bias),
             shortcut=shortcut,
         )
 
@@ -234,14 +234,15 @@ class _Preparation:
         weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
         return Conv(self.typed(weight), self.exact(self.wide(f"{name}.bias")))
 
-    def conv3d(self, name: str, method: str, extra_bias: Tensor | None = None) -> Conv | WinogradConv:
+    def conv3d(self, name: str, tile_columns: int, extra_bias: Tensor | None = None) -> Conv | WinogradConv:
         weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
         bias = self.wide(f"{name}.bias")
         bias = self.exact(bias if extra_bias is None else bias + extra_bias)
-        if method == "winograd":
+        if tile_columns:
             # In parts, because the float64 components are sixteen times the weights of a half-precision decoder.
-            parts = [self.typed(winograd.transform_weight(part)) for part in weight.split(_TRANSFORM_CHANNELS)]
-            return WinogradConv(torch.cat(parts, dim=1), bias)
+            parts = weight.split(_TRANSFORM_CHANNELS)
+            components = [self.typed(winograd.transform_weight(part, tile_columns)) for part in parts]
+            return WinogradConv(torch.cat(components, dim=1), bias, tile_columns)
         return Conv(self.typed(weight), bias)
 
     def pointwise(self, name: str) -> Pointwise:

@@ -119,21 +119,22 @@ class Emulator:
         number = {element: number for number, element in ELEMENTS.items()}[dtype]
         self.norm_silu_pad(problem, x, above, below, history, gamma, padded.data_ptr(), None, number)
         edge = 0 if p.halo else 1
-        down, across = -(-p.rows // 4), -(-p.columns // 4)
-        padded = F.pad(padded, (0, 0, 1, 1 + -p.columns % 4, edge, edge + -p.rows % 4)).float()
-        tiles = padded.unfold(1, 6, 4).unfold(2, 6, 4)[:, p.first_tile_row : p.first_tile_row + p.tile_rows]
-        b = winograd.transforms().input.float()
+        width = p.tile_columns
+        down, across = -(-p.rows // 4), -(-p.columns // width)
+        padded = F.pad(padded, (0, 0, 1, 1 + -p.columns % width, edge, edge + -p.rows % 4)).float()
+        tiles = padded.unfold(1, 6, 4).unfold(2, width + 2, width)[:, p.first_tile_row :][:, : p.tile_rows]
+        b_down, b_across = (matrices.input.float() for matrices in winograd.tile_transforms(width))
         assert tiles.shape[1:3] == (p.tile_rows, across)
         assert p.first_tile_row + p.tile_rows <= down
-        out = at(v, dtype, (6, 6, p.frames + 2, p.tile_rows, across, p.channels))
-        out.copy_(torch.einsum("im,jn,tyxcmn->ijtyxc", b, b, tiles))
+        out = at(v, dtype, (6, width + 2, p.frames + 2, p.tile_rows, across, p.channels))
+        out.copy_(torch.einsum("im,jn,tyxcmn->ijtyxc", b_down, b_across, tiles))
 
     def winograd_output(self, p, m, bias, residual, y, dtype):
         dtype = ELEMENTS[dtype]
-        across = -(-p.columns // 4)
-        products = at(m, dtype, (6, 6, p.frames, p.tile_rows, across, p.channels)).float()
-        a = winograd.transforms().output.float()
-        whole = torch.einsum("pi,qj,ijtyxo->typxqo", a, a, products).flatten(3, 4).flatten(1, 2)
+        across = -(-p.columns // p.tile_columns)
+        products = at(m, dtype, (6, p.tile_columns + 2, p.frames, p.tile_rows, across, p.channels)).float()
+        a_down, a_across = (matrices.output.float() for matrices in winograd.tile_transforms(p.tile_columns))
+        whole = torch.einsum("pi,qj,ijtyxo->typxqo", a_down, a_across, products).flatten(3, 4).flatten(1, 2)
         rows = slice(4 * p.first_tile_row, min(p.rows, 4 * (p.first_tile_row + p.tile_rows)))
         shape = (p.frames, p.rows, p.columns, p.channels)
         out = at(y, dtype, shape)[:, rows]
@@ -364,8 +365,8 @@ def test_bands_do_not_change_a_winograd_conv(request, backend, emulator, monkeyp
 
 def winograd_layer(backend, channels=8):
     random = selftest._Random(backend.dtype, 5)
-    weight = winograd.transform_weight(random.weight(channels, 3, 3, 3, channels)).to(backend.dtype)
-    return random(1, 2, 4, 4, channels), layers.WinogradConv(weight, random.fp32(channels))
+    weight = winograd.transform_weight(random.weight(channels, 3, 3, 3, channels), 3).to(backend.dtype)
+    return random(1, 2, 4, 4, channels), layers.WinogradConv(weight, random.fp32(channels), 3)
 
 
 def test_a_winograd_input_that_was_written_since_is_refused(backend):
@@ -457,13 +458,9 @@ def test_band_choice(rows, size, expected):
 
 
 def test_method_choice():
-    def methods(dtype, split_rows):
-        return [heuristics.conv3d_method(dtype, level, 256, split_rows) for level in range(4)]
-
-    for dtype in (torch.float16, torch.bfloat16):
-        for split_rows in (False, True):
-            assert methods(dtype, split_rows) == ["direct", "direct", "winograd", "winograd"]
-    assert heuristics.conv3d_method(torch.float16, 2, 1032, False) == "direct"
+    for split_rows in (False, True):
+        assert [heuristics.winograd_columns(level, 256, split_rows) for level in range(4)] == [0, 3, 4, 4]
+    assert heuristics.winograd_columns(2, 1032, False) == 0
     # More channels than the released decoder has.
     assert heuristics.upsample_method(torch.float16, 2048) == "products"
     assert heuristics.upsample_method(torch.float16, 1024) == "phases"

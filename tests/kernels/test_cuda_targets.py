@@ -132,11 +132,12 @@ FULL_SIZE = [
 ]
 
 
-def winograd_conv(arch, frames, rows, cols, c_in, c_out):
+def winograd_conv(arch, columns, frames, rows, cols, c_in, c_out):
     """The launches of a Winograd conv at full size."""
     backend, launched = recording_backend(arch, torch.float16, META)
     random = Shapes(torch.float16, 0)
-    conv = layers.WinogradConv(random(36, c_out, 3, c_in), random.fp32(c_out))
+    weight = random(6 * (columns + 2), c_out, 3, c_in)
+    conv = layers.WinogradConv(weight, random.fp32(c_out), columns)
     source, _ = backend.norm_silu_pad(random(1, frames, rows, cols, c_in), random.fp32(c_in), None, None, conv)
     backend.winograd_conv3d(source, conv)
     return launched
@@ -184,6 +185,8 @@ def test_descriptors_stay_inside_their_tensors_at_full_size(arch, case):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("size", [(16, 176, 312, 1024, 512), (16, 352, 624, 256, 256)])
+@pytest.mark.parametrize(
+    "size", [(3, 8, 88, 156, 1024, 1024), (4, 16, 176, 312, 1024, 512), (4, 16, 352, 624, 256, 256)]
+)
 def test_winograd_descriptors_stay_inside_their_tensors_at_full_size(arch, size):
     check_tensor_core_launches(arch, winograd_conv(arch, *size))

@@ -60,7 +60,9 @@ class Halo(NamedTuple):
 
 @dataclass(frozen=True)
 class OpShape:
-    """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo."""
+    """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo, ``tile_columns``
+    of a Winograd conv.
+    """
 
     batch: int
     frames: int
@@ -69,7 +71,7 @@ class OpShape:
     c_in: int
     c_out: int
     row_halo: bool
-    winograd: bool = False
+    tile_columns: int = 0
 
 
 class Backend(ABC):
@@ -91,13 +93,13 @@ class Backend(ABC):
 
     # Choices and resources
 
-    def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
-        """``"direct"`` or ``"winograd"`` for the 3x3x3 convs of a level (0 is the latents' resolution).
+    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
+        """Columns of the Winograd tiles of a level's 3x3x3 convs (level 0 is the latents' resolution); 0: direct convs.
 
         With ``split_rows`` the decoder runs on row bands, whose edges are multiples of four rows only from level 1
         on: Winograd at level 0 would then place its tiles differently from one device.
         """
-        return "direct"
+        return 0
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         """``"phases"`` or ``"products"`` (see ``UpsampleConv``) for the upsampler that leaves ``level``."""

@@ -6,7 +6,8 @@ Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class TorchBackend(Backend):
     Args:
         device: any torch device.
         dtype: float64, float32, bfloat16 or float16.
-        winograd_levels: levels whose 3x3x3 convs run as F(4x4, 3x3), to check that form in a whole decode.
+        winograd_levels: levels whose 3x3x3 convs run as F(4 x columns, 3x3) -> columns, to check that form in a whole
+            decode.
         upsample_products: use the nine-product upsample form everywhere.
     """
 
@@ -51,7 +53,7 @@ class TorchBackend(Backend):
         self,
         device: torch.device,
         dtype: torch.dtype,
-        winograd_levels: tuple[int, ...] = (),
+        winograd_levels: Mapping[int, int] = MappingProxyType({}),
         upsample_products: bool = False,
     ) -> None:
         super().__init__(device, dtype)
@@ -64,10 +66,8 @@ class TorchBackend(Backend):
 
     # Choices and resources
 
-    def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
-        if level in self._winograd_levels and not (level == 0 and split_rows):
-            return "winograd"
-        return "direct"
+    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
+        return 0 if level == 0 and split_rows else self._winograd_levels.get(level, 0)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         return "products" if self._upsample_products else "phases"
@@ -91,8 +91,9 @@ class TorchBackend(Backend):
             return 2 * taps + 5 * frame * OUT_CHANNELS * wide
         if op == "winograd_conv3d":
             padded = batch * (shape.frames + 2) * (rows + 6) * (cols + 6)
-            components = padded * 9 // 4 * shape.c_in
-            products = padded * 9 // 4 * shape.c_out
+            components = padded * winograd.components(shape.tile_columns) // (winograd.TILE_ROWS * shape.tile_columns)
+            products = components * shape.c_out
+            components *= shape.c_in
             return (
                 padded * shape.c_in * item
                 + 2 * components * wide
@@ -160,21 +161,24 @@ class TorchBackend(Backend):
     def winograd_conv3d(
         self, x: Padded, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        tile, step = winograd.TILE + 2, winograd.TILE
-        matrices = winograd.transforms()
-        b, a = (m.to(self.device, self._accumulator) for m in (matrices.input, matrices.output))
+        down, across = winograd.tile_transforms(conv.columns)
+        b_down, b_across, a_down, a_across = (
+            matrix.to(self.device, self._accumulator)
+            for matrix in (down.input, across.input, down.output, across.output)
+        )
         frames = x.tensor.shape[1] - 2
         rows, cols = x.tensor.shape[2] - (2 if x.row_halo else 0), x.tensor.shape[3]
-        below, right = -rows % step, -cols % step
+        below, right = -rows % winograd.TILE_ROWS, -cols % conv.columns
         edge = 0 if x.row_halo else 1
         padded = F.pad(x.tensor, (0, 0, 1, 1 + right, edge, edge + below))
-        tiles = padded.unfold(2, tile, step).unfold(3, tile, step)
-        components = torch.einsum("im,jn,btyxcmn->ijbtyxc", b, b, tiles.to(self._accumulator)).to(self.dtype)
+        tiles = padded.unfold(2, winograd.TILE_ROWS + 2, winograd.TILE_ROWS).unfold(3, conv.columns + 2, conv.columns)
+        tiles = tiles.to(self._accumulator)
+        components = torch.einsum("im,jn,btyxcmn->ijbtyxc", b_down, b_across, tiles).to(self.dtype)
         # One product per component over K = (tap, C), as the kernels accumulate it.
         windows = torch.cat([components[:, :, :, tap : tap + frames] for tap in range(3)], dim=-1).flatten(0, 1)
         products = windows.flatten(1, -2) @ conv.weight.flatten(2).transpose(1, 2)
-        products = products.view(tile, tile, *windows.shape[1:-1], -1).to(self._accumulator)
-        y = torch.einsum("pi,qj,ijbtyxo->btypxqo", a, a, products)
+        products = products.view(*components.shape[:2], *windows.shape[1:-1], -1).to(self._accumulator)
+        y = torch.einsum("pi,qj,ijbtyxo->btypxqo", a_down, a_across, products)
         y = y.flatten(4, 5).flatten(2, 3)[:, :, :rows, :cols] + conv.bias
         return _finish(y.to(self.dtype), residual, out)
 

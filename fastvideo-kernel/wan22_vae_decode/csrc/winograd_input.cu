@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal history, RMS norm + SiLU (null gamma: neither), zero or halo padding and the input transform of F(4x4, 3x3):
-//   v [36, 2 + T, tile rows, tiles, C], component 6i + j = (B^T d B)[i][j] of the 6x6 pixels d around each 4x4 tile,
+// Causal history, RMS norm + SiLU (null gamma: neither), zero or halo padding and the input transform of F(4 x m, 3x3),
+// m = 4 or 3:
+//   v [6 (m + 2), 2 + T, tile rows, tiles, C], component (m + 2) i + j = (B^T d B')[i][j] of a tile's 6 x (m + 2)
+//   pixels,
 // for a range of tile rows of x [T, H, W, C]. The two frames of history are normalised already (null: zeros).
-// A block goes down kSteps rows of n tiles. Of each it normalises a strip of 6 rows x (4n + 2) columns, a warp a pixel,
+// A block goes down kSteps rows of n tiles. Of each it normalises a strip of 6 rows x (mn + 2) columns, a warp a pixel,
 // into shared memory, rounded as a stored activation would be; the strip is a ring of rows, of which the next row of
 // tiles keeps two. Then a thread transforms four channels of a tile, two rows of components at a time.
-// Bound: memory, x read once (L2 holds what strips share), 2.25 x (T + 2) / T of it written. SiLU, the next bound, is
-// computed (1 + 1 / 2 kSteps) (4n + 2) / 4n times: 1.3 for n = 4.
+// Bound: memory, x read once (L2 holds what strips share), 2.25 (m = 4) x (T + 2) / T of it written. SiLU, the next
+// bound, is computed (1 + 1 / 2 kSteps) (mn + 2) / mn times: 1.3 for m = n = 4.
 #include "launch.cuh"
 #include "norm_silu.cuh"
 #include "winograd.cuh"
 
 struct WinogradInputProblem {
   int32_t frames, rows, columns, channels, halo;
-  int32_t first_tile_row, tile_rows;
+  int32_t tile_columns, first_tile_row, tile_rows;
 };
 
 namespace wan {
@@ -64,15 +66,15 @@ __device__ inline uint2 load_shared(uint32_t address) {
   return bits;
 }
 
-// Transforms along a row and stores its six components.
-template <typename T, int kRow>
-__device__ inline void store_row(const float (&line)[4][6], T* v, int64_t component_stride) {
-  float components[4][6];
+// Transforms along a row and stores its components.
+template <typename T, int kRow, int kWidth>
+__device__ inline void store_row(const float (&line)[4][kWidth], T* v, int64_t component_stride) {
+  float components[4][kWidth];
 #pragma unroll
   for (int c = 0; c < 4; ++c) input_row<kRow>(line[c], components[c]);
-  T* target = v + 6 * kRow * component_stride;
+  T* target = v + kWidth * kRow * component_stride;
 #pragma unroll
-  for (int j = 0; j < 6; ++j) {
+  for (int j = 0; j < kWidth; ++j) {
     const float values[4] = {components[0][j], components[1][j], components[2][j], components[3][j]};
     store_floats(target + j * component_stride, values);
   }
@@ -80,14 +82,14 @@ __device__ inline void store_row(const float (&line)[4][6], T* v, int64_t compon
 
 // Two rows of components of one tile and four channels. `rows` are the shared addresses of its rows
 // 0, 2 and 4, each followed by the next; neighbouring columns are kPitch bytes apart, rows kColumns of them.
-template <typename T, int kPair, int kColumns, int kPitch>
+template <typename T, int kPair, int kWidth, int kColumns, int kPitch>
 __device__ inline void transform_pair(const uint32_t (&rows)[3], T* v, int64_t component_stride) {
-  float lines[2][4][6];
+  float lines[2][4][kWidth];
 #pragma unroll
-  for (int j = 0; j < 6; ++j) {
-    float d[4][6];
+  for (int j = 0; j < kWidth; ++j) {
+    float d[4][kLines];
 #pragma unroll
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < kLines; ++i) {
       if (kPair != 0 && (i == 0 || i == 5)) continue;
       float values[4];
       to_floats<T>(load_shared(rows[i / 2] + (i % 2 * kColumns + j) * kPitch), values);
@@ -95,22 +97,22 @@ __device__ inline void transform_pair(const uint32_t (&rows)[3], T* v, int64_t c
       for (int c = 0; c < 4; ++c) d[c][i] = values[c];
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) input_pair<kPair>(d[c], lines[0][c][j], lines[1][c][j]);
+    for (int c = 0; c < 4; ++c) input_pair<kPair>(d[c], 1.0f, 1.0f, lines[0][c][j], lines[1][c][j]);
   }
   store_row<T, pair_row(kPair, 0)>(lines[0], v, component_stride);
   store_row<T, pair_row(kPair, 1)>(lines[1], v, component_stride);
 }
 
-// kVectors 16-byte vectors a lane hold a pixel, kPixels of them in flight; a strip has kTiles tiles.
-template <typename T, int kVectors, int kTiles, int kPixels>
+// kVectors 16-byte vectors a lane hold a pixel, kPixels of them in flight; a strip has kTiles tiles of kTileColumns.
+template <typename T, int kTileColumns, int kVectors, int kTiles, int kPixels>
 __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __grid_constant__ WinogradInputArguments a) {
-  constexpr int kColumns = kTile * kTiles + 2, kStrip = kSize * kColumns;
+  constexpr int kWidth = kTileColumns + 2, kColumns = kTileColumns * kTiles + 2, kStrip = kLines * kColumns;
   constexpr int kPitch = 32 * kVectors;  // vectors between pixels, whatever the channels, so that offsets are constant
   extern __shared__ uint4 strip[];       // [6, kColumns, kPitch]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int vectors = a.channels / 8;
   const int frame = blockIdx.z, first_tile = blockIdx.x * kTiles;
-  const int first_row = kSteps * static_cast<int>(blockIdx.y), left = kTile * first_tile - 1;
+  const int first_row = kSteps * static_cast<int>(blockIdx.y), left = kTileColumns * first_tile - 1;
   constexpr bool kHeld = kVectors == 1;  // gamma in registers; more of it would not fit beside a tile
   float gammas[8];
   if (kHeld && a.gamma != nullptr && lane < vectors) load_floats(a.gamma + 8 * lane, gammas);
@@ -121,9 +123,9 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
   const int steps = min(kSteps, a.tile_rows - first_row);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const int top = kTile * (a.first_tile_row + first_row + step) - 1;
-    const int ring = kTile * step % kSize;  // its first row; even, so that pairs of rows stay together
-    const int kept = step == 0 ? 0 : (kSize - kTile) * kColumns;
+    const int top = kTileRows * (a.first_tile_row + first_row + step) - 1;
+    const int ring = kTileRows * step % kLines;  // its first row; even, so that pairs of rows stay together
+    const int kept = step == 0 ? 0 : (kLines - kTileRows) * kColumns;
     for (int first = kept + warp; first < kStrip; first += kWarps * kPixels) {
       Source sources[kPixels];
       uint4 data[kPixels][kVectors];
@@ -172,25 +174,25 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
     T* v = static_cast<T*>(a.v) + (line * a.tiles_across + first_tile) * a.channels;
     for (int item = threadIdx.x; item < items; item += kThreads) {
       const int tile = item / quads;
-      const uint32_t first = base + kTile * tile * kPitch * 16 + (item - tile * quads) * 8;
+      const uint32_t first = base + kTileColumns * tile * kPitch * 16 + (item - tile * quads) * 8;
       uint32_t rows[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         const int row = ring + 2 * i;
-        rows[i] = first + (row < kSize ? row : row - kSize) * (kColumns * kPitch * 16);
+        rows[i] = first + (row < kLines ? row : row - kLines) * (kColumns * kPitch * 16);
       }
-      transform_pair<T, 0, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
-      transform_pair<T, 1, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
-      transform_pair<T, 2, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+      transform_pair<T, 0, kWidth, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+      transform_pair<T, 1, kWidth, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
+      transform_pair<T, 2, kWidth, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
     }
     if (step + 1 < steps) __syncthreads();
   }
 }
 
-template <typename T, int kVectors, int kTiles, int kPixels>
+template <typename T, int kTileColumns, int kVectors, int kTiles, int kPixels>
 int launch_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
-  const auto kernel = winograd_input_kernel<T, kVectors, kTiles, kPixels>;
-  constexpr int bytes = kSize * (kTile * kTiles + 2) * kVectors * 512;
+  const auto kernel = winograd_input_kernel<T, kTileColumns, kVectors, kTiles, kPixels>;
+  constexpr int bytes = kLines * (kTileColumns * kTiles + 2) * kVectors * 512;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return fail("winograd_input: %d bytes shared: %s", bytes, cudaGetErrorString(status));
   const dim3 grid(static_cast<unsigned>(ceil_div(a.tiles_across, kTiles)),
@@ -200,11 +202,16 @@ int launch_input(const WinogradInputArguments& a, int frames, cudaStream_t strea
 }
 
 // Wide strips where shared memory still holds several blocks of them.
-template <typename T>
+template <typename T, int kTileColumns>
 int winograd_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
-  if (a.channels <= 256) return launch_input<T, 1, 4, 4>(a, frames, stream);
-  if (a.channels <= 512) return launch_input<T, 2, 2, 2>(a, frames, stream);
-  return launch_input<T, 4, 1, 1>(a, frames, stream);
+  if (a.channels <= 256) return launch_input<T, kTileColumns, 1, 4, 4>(a, frames, stream);
+  if (a.channels <= 512) return launch_input<T, kTileColumns, 2, 2, 2>(a, frames, stream);
+  return launch_input<T, kTileColumns, 4, 1, 1>(a, frames, stream);
+}
+
+template <typename T>
+int winograd_input(const WinogradInputArguments& a, int tile_columns, int frames, cudaStream_t stream) {
+  return tile_columns == 4 ? winograd_input<T, 4>(a, frames, stream) : winograd_input<T, 3>(a, frames, stream);
 }
 
 }  // namespace winograd
@@ -217,7 +224,10 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
   if (p.channels < 8 || p.channels % 8 || p.channels > 1024) {
     return wan::fail("winograd_input: %d channels are not a multiple of 8 up to 1024", p.channels);
   }
-  const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTile);
+  if (p.tile_columns != 3 && p.tile_columns != 4) {
+    return wan::fail("winograd_input: tiles have 3 or 4 columns, not %d", p.tile_columns);
+  }
+  const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTileRows);
   if (p.frames < 1 || p.rows < 1 || p.columns < 1 || p.tile_rows < 1) return wan::fail("winograd_input: empty input");
   if (p.first_tile_row < 0 || p.first_tile_row + int64_t(p.tile_rows) > tiles_down) {
     return wan::fail("winograd_input: tile rows %d + %d of %lld", p.first_tile_row, p.tile_rows, (long long)tiles_down);
@@ -230,7 +240,7 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
   }
   wan::DeviceGuard guard(device);
   if (guard.check(device)) return 1;
-  const int32_t tiles_across = static_cast<int32_t>(wan::ceil_div(p.columns, wan::winograd::kTile));
+  const int32_t tiles_across = static_cast<int32_t>(wan::ceil_div(p.columns, p.tile_columns));
   const wan::WinogradInputArguments arguments{
       x,
       above,
@@ -248,9 +258,9 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
       (p.frames + int64_t(wan::winograd::kHistory)) * p.tile_rows * tiles_across * p.channels};
   switch (dtype) {
     case wan::kFp16:
-      return wan::winograd::winograd_input<__half>(arguments, p.frames, stream);
+      return wan::winograd::winograd_input<__half>(arguments, p.tile_columns, p.frames, stream);
     case wan::kBf16:
-      return wan::winograd::winograd_input<__nv_bfloat16>(arguments, p.frames, stream);
+      return wan::winograd::winograd_input<__nv_bfloat16>(arguments, p.tile_columns, p.frames, stream);
     default:
       return wan::fail("winograd_input: no kernel for dtype %d", dtype);
   }

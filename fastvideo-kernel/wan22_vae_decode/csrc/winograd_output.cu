@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Output transform of F(4x4, 3x3) with bias and residual, for a range of tile rows:
-//   y [T, H, W, C] = A^T m A + bias (+ residual), m [36, T, tile rows, tiles, C] the products of the components,
+// Output transform of F(4 x m, 3x3), m = 4 or 3, with bias and residual, for a range of tile rows:
+//   y [T, H, W, C] = A^T m A' + bias (+ residual), m [6 (m + 2), T, tile rows, tiles, C] the products of the
+//   components,
 // in fp32, rounded once; tiles that stick out are cropped. The residual may be y itself.
-// A thread takes four channels of a tile, twelve loads in flight. Bound: memory, 2.25 activations read and one written
-// (one more read for the residual).
+// A thread takes four channels of a tile, two rows of components in flight. Bound: memory, 2.25 activations read (m =
+// 4) and one written (one more read for the residual).
 #include "launch.cuh"
 #include "winograd.cuh"
 
 struct WinogradOutputProblem {
   int32_t frames, rows, columns, channels;
-  int32_t first_tile_row, tile_rows;
+  int32_t tile_columns, first_tile_row, tile_rows;
 };
 
 namespace wan {
@@ -27,45 +28,48 @@ struct WinogradOutputArguments {
 namespace winograd {
 
 // One row of a tile's components, transformed along the row.
-template <typename T>
-__device__ inline void transform_line(const uint2* m, int64_t component_stride, float (&line)[4][4]) {
-  uint2 bits[6];
+template <typename T, int kTileColumns>
+__device__ inline void transform_line(const uint2* m, int64_t component_stride, float (&line)[4][kTileColumns]) {
+  constexpr int kWidth = kTileColumns + 2;
+  uint2 bits[kWidth];
 #pragma unroll
-  for (int j = 0; j < 6; ++j) bits[j] = __ldg(m + j * component_stride);
-  float products[4][6];
+  for (int j = 0; j < kWidth; ++j) bits[j] = __ldg(m + j * component_stride);
+  float products[4][kWidth];
 #pragma unroll
-  for (int j = 0; j < 6; ++j) {
+  for (int j = 0; j < kWidth; ++j) {
     float values[4];
     to_floats<T>(bits[j], values);
 #pragma unroll
     for (int c = 0; c < 4; ++c) products[c][j] = values[c];
   }
 #pragma unroll
-  for (int c = 0; c < 4; ++c) output_transform(products[c], line[c]);
+  for (int c = 0; c < 4; ++c) output_row(products[c], line[c]);
 }
 
 // Adds two rows of components to the tile y[column][channel][row].
-template <typename T, int kPair>
-__device__ inline void add_pair(const uint2* m, int64_t component_stride, float (&y)[4][4][4]) {
-  float first[4][4], second[4][4];
-  transform_line<T>(m + 6 * pair_row(kPair, 0) * component_stride, component_stride, first);
-  transform_line<T>(m + 6 * pair_row(kPair, 1) * component_stride, component_stride, second);
+template <typename T, int kPair, int kTileColumns>
+__device__ inline void add_pair(const uint2* m, int64_t component_stride, float (&y)[kTileColumns][4][kTileRows]) {
+  float first[4][kTileColumns], second[4][kTileColumns];
+  const int64_t row_stride = (kTileColumns + 2) * component_stride;
+  transform_line<T>(m + pair_row(kPair, 0) * row_stride, component_stride, first);
+  transform_line<T>(m + pair_row(kPair, 1) * row_stride, component_stride, second);
 #pragma unroll
-  for (int q = 0; q < 4; ++q) {
+  for (int q = 0; q < kTileColumns; ++q) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) output_pair<kPair>(first[c][q], second[c][q], y[q][c]);
   }
 }
 
-template <typename T, bool kResidual>
+template <typename T, int kTileColumns, bool kResidual>
 __global__ void __launch_bounds__(256, 2) winograd_output_kernel(const __grid_constant__ WinogradOutputArguments a) {
   const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
   if (item >= a.items) return;
   const uint32_t tile = item / a.quads, quad = item - tile * a.quads;
   const uint32_t tile_row = tile / a.tiles_across;
-  const uint32_t row = kTile * (a.first_tile_row + tile_row), column = kTile * (tile - tile_row * a.tiles_across);
+  const uint32_t row = kTileRows * (a.first_tile_row + tile_row);
+  const uint32_t column = kTileColumns * (tile - tile_row * a.tiles_across);
   const uint2* m = static_cast<const uint2*>(a.m) + blockIdx.y * int64_t(a.items) + item;
-  float y[4][4][4];
+  float y[kTileColumns][4][kTileRows];
   add_pair<T, 1>(m, a.component_stride, y);
   add_pair<T, 2>(m, a.component_stride, y);
   add_pair<T, 0>(m, a.component_stride, y);
@@ -76,17 +80,17 @@ __global__ void __launch_bounds__(256, 2) winograd_output_kernel(const __grid_co
   const uint2* residual = static_cast<const uint2*>(a.residual) + first;
   T* target = static_cast<T*>(a.y) + 4 * first;
 #pragma unroll
-  for (uint32_t p = 0; p < 4; ++p) {
+  for (uint32_t p = 0; p < kTileRows; ++p) {
     if (row + p >= a.rows) return;
-    uint2 added[4];
+    uint2 added[kTileColumns];
     if constexpr (kResidual) {
 #pragma unroll
-      for (uint32_t q = 0; q < 4; ++q) {
+      for (uint32_t q = 0; q < kTileColumns; ++q) {
         if (column + q < a.columns) added[q] = residual[(int64_t(p) * a.columns + q) * a.quads];
       }
     }
 #pragma unroll
-    for (uint32_t q = 0; q < 4; ++q) {
+    for (uint32_t q = 0; q < kTileColumns; ++q) {
       if (column + q >= a.columns) continue;
       float values[4] = {y[q][0][p] + bias.x, y[q][1][p] + bias.y, y[q][2][p] + bias.z, y[q][3][p] + bias.w};
       if constexpr (kResidual) {
@@ -100,15 +104,20 @@ __global__ void __launch_bounds__(256, 2) winograd_output_kernel(const __grid_co
   }
 }
 
-template <typename T>
+template <typename T, int kTileColumns>
 int winograd_output(const WinogradOutputArguments& a, int frames, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(a.items, 256)), frames);
   if (a.residual != nullptr) {
-    winograd_output_kernel<T, true><<<grid, 256, 0, stream>>>(a);
+    winograd_output_kernel<T, kTileColumns, true><<<grid, 256, 0, stream>>>(a);
   } else {
-    winograd_output_kernel<T, false><<<grid, 256, 0, stream>>>(a);
+    winograd_output_kernel<T, kTileColumns, false><<<grid, 256, 0, stream>>>(a);
   }
   return check_launch("winograd_output");
+}
+
+template <typename T>
+int winograd_output(const WinogradOutputArguments& a, int tile_columns, int frames, cudaStream_t stream) {
+  return tile_columns == 4 ? winograd_output<T, 4>(a, frames, stream) : winograd_output<T, 3>(a, frames, stream);
 }
 
 }  // namespace winograd
@@ -121,8 +130,11 @@ WAN_EXPORT int wan_winograd_output(const WinogradOutputProblem* problem, const v
   if (p.channels < 8 || p.channels % 8) {
     return wan::fail("winograd_output: %d channels are not a multiple of 8", p.channels);
   }
-  const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTile);
-  const int64_t tiles_across = wan::ceil_div(p.columns, wan::winograd::kTile);
+  if (p.tile_columns != 3 && p.tile_columns != 4) {
+    return wan::fail("winograd_output: tiles have 3 or 4 columns, not %d", p.tile_columns);
+  }
+  const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTileRows);
+  const int64_t tiles_across = wan::ceil_div(p.columns, p.tile_columns);
   if (p.first_tile_row < 0 || p.first_tile_row + int64_t(p.tile_rows) > tiles_down) {
     return wan::fail("winograd_output: tile rows %d + %d of %lld", p.first_tile_row, p.tile_rows,
                      (long long)tiles_down);
@@ -148,9 +160,9 @@ WAN_EXPORT int wan_winograd_output(const WinogradOutputProblem* problem, const v
                                                p.frames * items};
   switch (dtype) {
     case wan::kFp16:
-      return wan::winograd::winograd_output<__half>(arguments, p.frames, stream);
+      return wan::winograd::winograd_output<__half>(arguments, p.tile_columns, p.frames, stream);
     case wan::kBf16:
-      return wan::winograd::winograd_output<__nv_bfloat16>(arguments, p.frames, stream);
+      return wan::winograd::winograd_output<__nv_bfloat16>(arguments, p.tile_columns, p.frames, stream);
     default:
       return wan::fail("winograd_output: no kernel for dtype %d", dtype);
   }

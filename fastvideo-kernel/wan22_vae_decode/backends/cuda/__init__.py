@@ -17,7 +17,7 @@ What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16;
     head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
 121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. F(4x4,3x3) at a level takes a quarter of its
-products and adds the transforms' memory; which levels use it is decided by accuracy (`heuristics.WINOGRAD_LEVELS`).
+products and adds the transforms' memory; which levels use it is decided by accuracy (`heuristics.WINOGRAD_COLUMNS`).
 """
 
 import functools

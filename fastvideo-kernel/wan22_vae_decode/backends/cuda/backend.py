@@ -26,7 +26,6 @@ from wan22_vae_decode.layers import (
 )
 
 HEAD_CHANNELS = 112
-COMPONENTS = (winograd.TILE + 2) ** 2
 
 
 class Padded(NamedTuple):
@@ -74,17 +73,17 @@ class CudaBackend(Backend):
 
     # Choices and resources
 
-    def conv3d_method(self, level: int, c_in: int, c_out: int, split_rows: bool) -> str:
-        return heuristics.conv3d_method(self.dtype, level, c_in, split_rows)
+    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
+        return heuristics.winograd_columns(level, c_in, split_rows)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         return heuristics.upsample_method(self.dtype, c_in)
 
     def input_bytes(self, shape: OpShape) -> int:
-        return 0 if shape.winograd else super().input_bytes(shape)
+        return 0 if shape.tile_columns else super().input_bytes(shape)
 
     def input_holds_x(self, shape: OpShape) -> bool:
-        return shape.winograd
+        return shape.tile_columns > 0
 
     def adopt(self, weights: DecoderWeights) -> DecoderWeights:
         widths = (weights.post_quant_conv.weight.shape[0], *(b.resnets[-1].norm2.shape[0] for b in weights.up_blocks))
@@ -112,8 +111,8 @@ class CudaBackend(Backend):
             scores = min(frames, heuristics.ATTENTION_FRAMES) * pixels * (2 * pixels + shape.c_in)
             return (frames * pixels * 5 * shape.c_in + scores) * size
         if op == "winograd_conv3d":
-            down, across = _tiles(shape.rows, shape.cols)
-            tile_row = across * _tile_bytes(shape.frames, shape.c_in, shape.c_out, size)
+            down, across = winograd.tiles(shape.rows, shape.cols, shape.tile_columns)
+            tile_row = across * _tile_bytes(shape.tile_columns, shape.frames, shape.c_in, shape.c_out, size)
             return heuristics.tile_rows_per_band(down, tile_row) * tile_row
         return 0
 
@@ -219,22 +218,22 @@ class CudaBackend(Backend):
         c_out = conv.bias.shape[0]
         if out is None:
             out = source.new_empty(batch, frames, rows, cols, c_out)
-        down, across = _tiles(rows, cols)
-        size = source.element_size()
-        band = heuristics.tile_rows_per_band(down, across * _tile_bytes(frames, c_in, c_out, size))
-        component_scratch = source.new_empty(COMPONENTS * (frames + 2) * band * across * c_in)
-        product_scratch = source.new_empty(COMPONENTS * frames * band * across * c_out)
+        count, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
+        tile_row = across * _tile_bytes(conv.columns, frames, c_in, c_out, source.element_size())
+        band = heuristics.tile_rows_per_band(down, tile_row)
+        component_scratch = source.new_empty(count * (frames + 2) * band * across * c_in)
+        product_scratch = source.new_empty(count * frames * band * across * c_out)
         for item in range(batch):
             history = None if x.history is None else x.history[item]
             for first in range(0, down, band):
-                count = min(band, down - first)
-                tiles = count * across
-                components = _leading(component_scratch, COMPONENTS, frames + 2, count, across, c_in)
-                products = _leading(product_scratch, COMPONENTS, frames, count, across, c_out)
+                tile_rows = min(band, down - first)
+                tiles = tile_rows * across
+                components = _leading(component_scratch, count, frames + 2, tile_rows, across, c_in)
+                products = _leading(product_scratch, count, frames, tile_rows, across, c_out)
                 self.kernels.winograd_input(source[item], x.norm, history, _halo_of(x.halo, item), first, components)
                 # Windows of three frames: tiles of all frames are adjacent, a tap is a frame away.
                 windows = components.as_strided(
-                    (COMPONENTS, frames * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1)
+                    (count, frames * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1)
                 )
                 self.kernels.tap_gemm(windows, conv.weight, None, None, products.flatten(1, 3))
                 rest = None if residual is None else residual[item]
@@ -440,13 +439,9 @@ def _halo_of(halo: Halo | None, item: int) -> Halo | None:
     return None if halo is None else Halo(halo.above[item], halo.below[item])
 
 
-def _tiles(rows: int, cols: int) -> tuple[int, int]:
-    return -(-rows // winograd.TILE), -(-cols // winograd.TILE)
-
-
-def _tile_bytes(frames: int, c_in: int, c_out: int, size: int) -> int:
+def _tile_bytes(columns: int, frames: int, c_in: int, c_out: int, size: int) -> int:
     """Bytes of one tile's components and products in all frames."""
-    return COMPONENTS * ((frames + 2) * c_in + frames * c_out) * size
+    return winograd.components(columns) * ((frames + 2) * c_in + frames * c_out) * size
 
 
 def _leading(scratch: Tensor, *shape: int) -> Tensor:

@@ -5,17 +5,9 @@ import torch
 
 from wan22_vae_decode.backends.cuda.targets import Target
 
-WINOGRAD_LEVELS = {torch.float16: (2, 3), torch.bfloat16: (2, 3)}
-"""Levels whose 3x3x3 convs run as F(4x4, 3x3): those that keep a decode within 2 dB of direct convs. What a level loses
-goes through all levels above it, while the time that it saves grows with its pixels. PSNR in float16 at a quarter of
-the width, weights with strong branches (calibrated weights) in parentheses, and milliseconds that a level saves of
-121 frames:
-
-    direct                   71.4 (73.2) dB
-    level 3                  70.4 (73.1)     480 ms
-    levels 2, 3              69.3 (72.7)     600 ms
-    levels 1, 2, 3           67.9 (71.8)     260 ms
-    all, products below      65.7 (68.3)      50 ms
+WINOGRAD_COLUMNS = {1: 3, 2: 4, 3: 4}
+"""Levels whose 3x3x3 convs run in Winograd form -> columns of a tile: what keeps a decode within 2 dB of direct convs.
+The errors of a level go through all levels above it, while the time that it saves grows with its pixels.
 """
 
 WINOGRAD_CHANNELS = 1024
@@ -47,10 +39,10 @@ def tile_n(target: Target, m: int, n: int, batch: int, multiprocessors: int) -> 
     return min(target.tile_cost, key=cost)
 
 
-def conv3d_method(dtype: torch.dtype, level: int, c_in: int, split_rows: bool) -> str:
-    """ "winograd" where it pays: the products shrink to a quarter, and what memory then costs is below that."""
+def winograd_columns(level: int, c_in: int, split_rows: bool) -> int:
+    """Columns of the tiles where Winograd pays, 0 where convs stay direct."""
     aligned = not (level == 0 and split_rows)
-    return "winograd" if aligned and level in WINOGRAD_LEVELS[dtype] and c_in <= WINOGRAD_CHANNELS else "direct"
+    return WINOGRAD_COLUMNS.get(level, 0) if aligned and c_in <= WINOGRAD_CHANNELS else 0
 
 
 def upsample_method(dtype: torch.dtype, channels: int) -> str:

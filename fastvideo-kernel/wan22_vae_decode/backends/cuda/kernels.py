@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from wan22_vae_decode import winograd
 from wan22_vae_decode.backends.base import Halo
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.library import (
@@ -142,19 +143,21 @@ class Kernels:
         first_tile_row: int,
         components: Tensor,
     ) -> None:
-        """Components of F(4x4, 3x3) of a causal conv's input, for a range of rows of tiles.
+        """Components of F(4 x 4 or 3, 3x3) of a causal conv's input, for a range of rows of tiles.
 
         Args:
             x: [T, H, W, C].
             norm: [C] float32, gamma * sqrt(C), for RMS norm and SiLU; None takes x as it is.
             history: the two frames before x, normalised, [2, R, W, C] with R = H, or H + 2 with a halo; None are zeros.
             halo: raw rows [T, 1, W, C] each; None are zeros.
-            first_tile_row: the first of the range; a tile has four rows and columns.
-            components: [36, 2 + T, tile rows of the range, ceil(W / 4), C], written.
+            first_tile_row: the first of the range; a tile has four rows.
+            components: [36 or 30, 2 + T, tile rows of the range, ceil(W / columns), C], written; their number tells
+                the columns of a tile.
         """
         frames, rows, cols, channels = x.shape
         problem = WinogradInputProblem(
-            frames, rows, cols, channels, halo is not None, first_tile_row, components.shape[2]
+            *(frames, rows, cols, channels, halo is not None),
+            *(winograd.columns(len(components)), first_tile_row, components.shape[2]),
         )
         above, below = halo or (None, None)
         arguments = (problem, x, above, below, history, norm, components, DTYPES[x.dtype])
@@ -166,14 +169,16 @@ class Kernels:
         """The rows of ``out`` that belong to a range of rows of tiles, from the products of their components.
 
         Args:
-            products: [36, T, tile rows of the range, ceil(W / 4), C].
+            products: [36 or 30, T, tile rows of the range, ceil(W / columns), C].
             bias: [C] float32.
             residual: like ``out``, added; may be ``out``.
             first_tile_row: the first of the range.
             out: [T, H, W, C].
         """
         frames, rows, cols, channels = out.shape
-        problem = WinogradOutputProblem(frames, rows, cols, channels, first_tile_row, products.shape[2])
+        problem = WinogradOutputProblem(
+            frames, rows, cols, channels, winograd.columns(len(products)), first_tile_row, products.shape[2]
+        )
         arguments = (problem, products, bias, residual, out, DTYPES[out.dtype])
         self._launch("wan_winograd_output", arguments, out)
 

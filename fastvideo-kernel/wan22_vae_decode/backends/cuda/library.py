@@ -70,7 +70,7 @@ class WinogradInputProblem(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("frames", "rows", "columns", "channels", "halo")),
-        *((name, c_int32) for name in ("first_tile_row", "tile_rows")),
+        *((name, c_int32) for name in ("tile_columns", "first_tile_row", "tile_rows")),
     ]
 
 
@@ -79,7 +79,7 @@ class WinogradOutputProblem(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("frames", "rows", "columns", "channels")),
-        *((name, c_int32) for name in ("first_tile_row", "tile_rows")),
+        *((name, c_int32) for name in ("tile_columns", "first_tile_row", "tile_rows")),
     ]
 
 

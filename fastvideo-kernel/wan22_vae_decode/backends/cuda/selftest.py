@@ -157,9 +157,9 @@ Run = Callable[[Backend, Move], Sequence[Tensor]]
 
 
 def _move_all(value, move: Move):
-    """Moves a tensor, a Halo, a layer (a dataclass of tensors) or None."""
-    if value is None:
-        return None
+    """Moves a tensor, a Halo, a layer (a dataclass of tensors and numbers) or None."""
+    if value is None or isinstance(value, int):
+        return value
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Halo):
@@ -203,22 +203,29 @@ def _causal_conv3d(case: Case, random: _Random) -> Run:
 
 
 def _winograd_conv3d(case: Case, random: _Random) -> Run:
-    weight = winograd.transform_weight(random.weight(case.c_out, 3, 3, 3, case.c_in)).to(random(1).dtype)
+    weight, bias = random.weight(case.c_out, 3, 3, 3, case.c_in), random.fp32(case.c_out)
+    convs = [
+        layers.WinogradConv(winograd.transform_weight(weight, columns).to(weight.dtype), bias, columns)
+        for columns in winograd.POINTS
+    ]
     inputs = (
         _activation(case, random),
         1 + 0.1 * random.fp32(case.c_in),
         _history(case, random, case.halo),
         _halo(case, random, case.c_in),
-        layers.WinogradConv(weight, random.fp32(case.c_out)),
         random(case.batch, case.frames, case.rows, case.cols, case.c_out),
     )
 
     def run(ops: Backend, move: Move) -> Sequence[Tensor]:
-        x, norm, history, halo, conv, residual = (_move_all(value, move) for value in inputs)
-        source, kept = ops.norm_silu_pad(x, norm, history, halo, conv)
-        plain = ops.winograd_conv3d(source, conv)
-        source, raw = ops.causal_pad(x, history, halo, conv)
-        return plain, ops.winograd_conv3d(source, conv, residual, out=residual), kept, raw
+        x, norm, history, halo, residual = (_move_all(value, move) for value in inputs)
+        results = []
+        for prepared in convs:
+            conv, sum_ = _move_all(prepared, move), residual.clone()
+            source, kept = ops.norm_silu_pad(x, norm, history, halo, conv)
+            plain = ops.winograd_conv3d(source, conv)
+            source, raw = ops.causal_pad(x, history, halo, conv)
+            results += [plain, ops.winograd_conv3d(source, conv, sum_, out=sum_), kept, raw]
+        return results
 
     return run
 

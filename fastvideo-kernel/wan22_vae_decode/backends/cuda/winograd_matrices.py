@@ -9,23 +9,23 @@ NAME = "winograd_matrices.cuh"
 
 
 def header() -> str:
-    """C++ text with `kInput<i><j>` of B^T and `kOutput<i><j>` of A^T, rounded to float32 once and written exactly."""
-    matrices = winograd.transforms()
-    return "\n".join(
-        [
-            "// F(4, 3) with points " + ", ".join(f"{point:g}" for point in winograd.POINTS) + " and infinity.",
-            "#pragma once",
-            "namespace wan::winograd {",
-            *_constants("kInput", matrices.input),
-            *_constants("kOutput", matrices.output),
-            "}  // namespace wan::winograd",
-            "",
+    """C++ text: for m = 4 and 3 a namespace with B^T (`kInput`) and A^T (`kOutput`) of F(m, 3), rounded to float32 once
+    and written exactly.
+    """
+    lines = ["#pragma once"]
+    for outputs, points in winograd.POINTS.items():
+        matrices = winograd.transforms(points)
+        lines += [
+            f"// F({outputs}, 3) with points " + ", ".join(f"{point:g}" for point in points) + " and infinity.",
+            f"namespace wan::winograd::f{outputs} {{",
+            _constant("kInput", matrices.input),
+            _constant("kOutput", matrices.output),
+            f"}}  // namespace wan::winograd::f{outputs}",
         ]
-    )
+    return "\n".join([*lines, ""])
 
 
-def _constants(name: str, matrix: Tensor) -> list[str]:
+def _constant(name: str, matrix: Tensor) -> str:
     rows = matrix.float().double().tolist()
-    return [
-        f"constexpr float {name}{i}{j} = {value.hex()}f;" for i, row in enumerate(rows) for j, value in enumerate(row)
-    ]
+    values = ", ".join("{" + ", ".join(f"{value.hex()}f" for value in row) + "}" for row in rows)
+    return f"constexpr float {name}[{len(rows)}][{len(rows[0])}] = {{{values}}};"
