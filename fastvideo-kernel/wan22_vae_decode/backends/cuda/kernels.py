@@ -24,6 +24,7 @@ from wan22_vae_decode.backends.cuda.library import (
     WinogradInputProblem,
     WinogradOutputProblem,
 )
+from wan22_vae_decode.backends.cuda.targets import Target
 
 Launch = Callable[[str, tuple, Tensor], None]
 
@@ -33,18 +34,20 @@ class Kernels:
 
     Args:
         launch: enqueues a launcher by name, see `Library.launch`.
+        target: the architecture that the kernels are built for.
         multiprocessors: of the device, for the choice of tiles.
         tile: columns of every GEMM tile; None chooses by size.
     """
 
-    def __init__(self, launch: Launch, multiprocessors: int, tile: int | None = None) -> None:
+    def __init__(self, launch: Launch, target: Target, multiprocessors: int, tile: int | None = None) -> None:
         self._launch = launch
+        self.target = target
         self._multiprocessors = multiprocessors
         self._tile = tile
 
     def with_tile(self, columns: int) -> "Kernels":
         """The same kernels with one fixed tile."""
-        return Kernels(self._launch, self._multiprocessors, columns)
+        return Kernels(self._launch, self.target, self._multiprocessors, columns)
 
     def conv3d(
         self,
@@ -76,7 +79,7 @@ class Kernels:
             *pad_rows,
             *pad_cols,
         )
-        tile = self._tile or heuristics.tile_n(pixels, c_out, 1, self._multiprocessors)
+        tile = self._tile or heuristics.tile_n(self.target, pixels, c_out, 1, self._multiprocessors)
         self._launch(f"wan_conv3d_{ELEMENTS[x.dtype]}", (problem, x, weight, bias, residual, out, tile), out)
 
     def tap_gemm(self, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
@@ -97,7 +100,7 @@ class Kernels:
             *(out.stride(1), out.stride(0)),
             *(m, n, channels, taps, batch),
         )
-        tile = self._tile or heuristics.tile_n(m, n, batch, self._multiprocessors)
+        tile = self._tile or heuristics.tile_n(self.target, m, n, batch, self._multiprocessors)
         self._launch(f"wan_tap_gemm_{ELEMENTS[a.dtype]}", (problem, a, b, bias, residual, out, tile), out)
 
     def pad(
