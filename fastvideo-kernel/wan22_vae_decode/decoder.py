@@ -309,6 +309,16 @@ def why_not(
         return str(error)
 
 
+def check_options(
+    *, dtype: torch.dtype | str = "auto", backend: str = "auto", frames_per_pass: int | Literal["auto"] = 4
+) -> None:
+    """Raises ``InputError`` for options of ``from_state_dict`` that mean nothing, on whatever device."""
+    _frames_per_pass(frames_per_pass)
+    device, chosen = _placement({}, "cpu", dtype)
+    if backend != "auto":
+        backends.why_not(backend, device, chosen)
+
+
 def _placement(
     tensors: Mapping[str, Tensor], device: torch.device | str | None, dtype: torch.dtype | str
 ) -> tuple[torch.device, torch.dtype]:
