@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import runpy
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import imageio.v3
+import numpy as np
 import pytest
 import torch
 from fastvideo.models.vaes.wan22_host_frames import collect
@@ -139,3 +142,28 @@ def test_stage_of_a_worker_without_shared_memory_keeps_the_video_on_its_device(r
         "The video stays on the GPU until it is written: /dev/shm has no room for its 0 MiB "
         "(docker run --shm-size gives it more)."
     ]
+
+
+# Whole generations
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["spawned worker", "2 ranks of torchrun"])
+def test_file_is_the_same_whether_its_frames_are_asked_for_or_not(
+    ranks, run_python, run_ranks, scripts, tiny_checkpoint, tmp_path
+):
+    requests = {
+        name: {"output": {"output_path": str(tmp_path / f"{name}.mp4"), "save_video": True, "return_frames": asked}}
+        for name, asked in {"frames": True, "file": False}.items()
+    }
+    options = {"pipeline_config": {"dit_precision": "fp32", "vae_config": {"decode_backend": "torch"}}}
+    command = (scripts / "generate.py", tiny_checkpoint, tmp_path, json.dumps(options), json.dumps(requests))
+    run = (lambda *rest, **also: run_ranks(ranks, *rest, **also)) if ranks else run_python
+    run(*command, FASTVIDEO_STAGE_LOGGING="1")
+    paths = []
+    for name in requests:
+        stages = json.loads((tmp_path / f"{name}.rank0.json").read_text())["stages"]
+        paths += [stage["decode_path"] for stage in stages.values() if "decode_path" in stage]
+    assert [path.endswith(", uint8 to the host") for path in paths] == [False, True]
+    frames, file = (imageio.v3.imread(tmp_path / f"{name}.mp4") for name in requests)
+    assert frames.std() > 10
+    assert np.array_equal(frames, file)
