@@ -117,6 +117,20 @@ def test_quality_is_crf_s(cli, saved, vae_folder, out):
     assert sizes[1] < sizes[0] / 2
 
 
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_terminal_gets_a_progress_bar_or_the_reason_why_not(with_rich, cli, saved, vae_folder, out, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    ended = cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert ended.status == 0
+    if with_rich:
+        assert "decoding" in ended.err
+        assert "100%" in ended.err
+    else:
+        assert ended.err == "the progress bar needs rich: pip install 'wan22-vae-decode[cli]'\n"
+
+
 # Refusals before anything is decoded
 
 
@@ -135,7 +149,7 @@ def test_outputs_that_cannot_be(cli, saved, vae_folder, out):
     assert refusal(out / "v.gif") == f"{out / 'v.gif'} must end in .mp4, .mkv, .mov"
     assert refusal(out / "absent" / "v.mp4").startswith(f"{out / 'absent' / 'v.mp4'} cannot be written")
     (out / "folder.mp4").mkdir()
-    assert refusal(out / "folder.mp4").startswith(f"{out / 'folder.mp4'} cannot be written")
+    assert refusal(out / "folder.mp4") == f"{out / 'folder.mp4'} cannot be written: it is a folder"
 
 
 @pytest.mark.parametrize("module", ["numpy", "imageio_ffmpeg"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wan22_vae_decode
-from wan22_vae_decode.cli import doctor, extras
+from wan22_vae_decode.cli import bench, doctor, extras
 
 COMMANDS = ("doctor", "build", "verify", "bench", "decode")
 
@@ -88,6 +88,18 @@ def test_devices_that_are_not_there(command, cli, monkeypatch):
     )
 
 
+def test_lack_of_memory_is_one_line(cli, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words.")
+
+    monkeypatch.setattr(bench, "random_state_dict", full)
+    assert cli("bench", "--device", "cpu") == (
+        2,
+        "",
+        "error: out of memory: CUDA out of memory. Tried to allocate 2 GiB.\n",
+    )
+
+
 def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
     def interrupted(arguments):
         raise KeyboardInterrupt
@@ -97,7 +109,8 @@ def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
 
 
 def test_missing_extra_is_one_sentence_with_the_command(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.pyplot"):
+        monkeypatch.setitem(sys.modules, module, None)
     sentence = "the plot needs matplotlib: pip install 'wan22-vae-decode[cli]'"
     with pytest.raises(extras.MissingExtraError, match="the plot needs matplotlib"):
         extras.require("matplotlib", "the plot")

@@ -42,8 +42,8 @@ CPU_ROWS = (("torch", "float32"), ("torch", "bfloat16"))
 
 @dataclass
 class Row:
-    """One backend and type: seconds of a whole decode (median and range), its rate and its memory on the GPU, or the
-    problem that kept it from running.
+    """One backend and type: seconds of a whole decode (median and range), its rate and its memory on the GPU beside the
+    weights that it was given, or the problem that kept it from running.
     """
 
     backend: str
@@ -118,6 +118,7 @@ def _weights(arguments: argparse.Namespace, device: torch.device, on_gpu: bool) 
 def _timed(row: Row, state_dict: dict[str, Tensor], latents: Tensor, frames: int, repeats: int) -> Row:
     """The row with its figures, or with its problem."""
     device = latents.device
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
         decoder = Decoder.from_state_dict(state_dict, device=device, dtype=row.dtype, backend=row.backend)
         decoder.decode(latents)
@@ -130,7 +131,7 @@ def _timed(row: Row, state_dict: dict[str, Tensor], latents: Tensor, frames: int
     row.seconds, row.spread_s = statistics.median(seconds), max(seconds) - min(seconds)
     row.frames_per_s = frames / row.seconds
     if device.type == "cuda":
-        row.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        row.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
         torch.cuda.empty_cache()
     return row
 

@@ -8,11 +8,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
+import torch
+
 import wan22_vae_decode
 from wan22_vae_decode.cli import bench, build, decode, doctor, verify
 from wan22_vae_decode.errors import DecodeError
 
-OK, CHECK_FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
+CANNOT_RUN, INTERRUPTED = 2, 130
 
 _DESCRIPTION = """\
 Decodes latents of the Wan2.2 (TI2V-5B) video VAE, and checks and measures the decoder on this machine.
@@ -37,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except DecodeError as error:
         print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except torch.OutOfMemoryError as error:
+        # Outside a decode, whose own words would be better: while weights or latents are made or moved.
+        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return CANNOT_RUN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -42,8 +42,10 @@ class VideoFile:
     def __init__(self, path: Path, fps: float, crf: int) -> None:
         if path.suffix.lower() not in SUFFIXES:
             raise InputError(f"{path} must end in {', '.join(SUFFIXES)}")
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise InputError(f"{path} cannot be written: {path.parent} is no folder that can be written, or it is one")
+        if path.is_dir():
+            raise InputError(f"{path} cannot be written: it is a folder")
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise InputError(f"{path} cannot be written: {path.parent} is no folder that can be written to")
         require("numpy", "writing a video")
         self._ffmpeg = require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
         self._path = path
@@ -81,8 +83,10 @@ class VideoFile:
 
     def _started(self, rows: int, cols: int) -> subprocess.Popen[bytes]:
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{cols}x{rows}", "-r", str(self._fps), "-i", "-"]
-        target = ["-an", "-c:v", "libx264", "-crf", str(self._crf), "-pix_fmt", "yuv420p", str(self._partial)]
-        command = [self._ffmpeg, "-y", "-v", "error", *source, *target]
+        target = ["-an", "-c:v", "libx264", "-crf", str(self._crf), "-pix_fmt", "yuv420p"]
+        if self._path.suffix.lower() != ".mkv":
+            target += ["-movflags", "+faststart"]
+        command = [self._ffmpeg, "-y", "-v", "error", *source, *target, str(self._partial)]
         # A session of its own: an interrupt from the terminal is for us, who then end it.
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=self._log, start_new_session=True)
 

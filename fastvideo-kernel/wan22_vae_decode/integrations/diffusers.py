@@ -44,7 +44,8 @@ def enable(
     video of a batch at a time. What this package cannot do goes to diffusers' own decode, with one log line that gives
     the reason: tiles, which change the pixels; latents for which gradients may be needed; weights that are offloaded
     layer by layer; a GPU without kernels or memory. Weights may change, move or be retyped at any time; they are
-    prepared anew at the next decode. Enabling again changes the options.
+    prepared anew at the next decode, so also for every video of a pipeline that offloads its VAE in between. Enabling
+    again changes the options.
 
     Args:
         vae_or_pipe: a diffusers ``AutoencoderKLWan`` of Wan2.2 TI2V-5B, or a pipeline whose ``vae`` is one.

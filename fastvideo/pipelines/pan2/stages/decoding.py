@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 
 import torch
@@ -69,7 +70,8 @@ def _host_can_pass_on(batch: ForwardBatch) -> bool:
 
     FastVideo's workers hand CPU tensors over in shared memory, of which containers may have as little as 64 MiB.
     """
-    if multiprocessing.parent_process() is None or batch.latents is None:
+    hands_over = multiprocessing.parent_process() is not None and os.path.isdir(SHARED_MEMORY)
+    if not hands_over or batch.latents is None:
         return True
     videos, _, frames, height, width = batch.latents.shape
     needed = torch.Size(video_shape(videos, frames, height, width)).numel() * torch.float32.itemsize
