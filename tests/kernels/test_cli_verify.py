@@ -87,9 +87,8 @@ def test_kernels_are_tested_one_by_one_first(failing, cli, monkeypatch):
     create = backends.create
     monkeypatch.setattr(backends, "create", lambda name, *rest: create("torch", *rest))
     decoder = verify.Decoder.from_state_dict(verify.random_state_dict(verify.Architecture(8, 4)), backend="torch")
-    said = verify._selftest(decoder, wanted=True)
+    said = verify._selftest(decoder)
     assert said == ("The CUDA kernels disagree with the torch ops on this card." if failing else "passed")
-    assert verify._selftest(decoder, wanted=False) == "none"
 
 
 def test_kernels_that_do_not_run_on_a_gpu_are_told(monkeypatch):
@@ -98,7 +97,7 @@ def test_kernels_that_do_not_run_on_a_gpu_are_told(monkeypatch):
 
     decoder = verify.Decoder.from_state_dict(verify.random_state_dict(verify.Architecture(8, 4)), backend="torch")
     monkeypatch.setattr(backends, "create", refuse)
-    assert verify._selftest(decoder, wanted=True) == "sm_90a needs nvcc 12.3 or newer"
+    assert verify._selftest(decoder) == "sm_90a needs nvcc 12.3 or newer"
 
 
 @pytest.mark.gpu
