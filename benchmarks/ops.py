@@ -470,7 +470,7 @@ def main() -> int:
     torch.manual_seed(0)
 
     begin = time.perf_counter()
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    arch = jit.running_arch(torch.cuda.get_device_capability(device))
     kernels = library.recipe(arch)
     folder = jit.build(kernels)
     built = time.perf_counter()

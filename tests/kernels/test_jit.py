@@ -415,6 +415,9 @@ def test_the_architecture_follows_the_device_and_the_override(monkeypatch):
         jit.arch_of((8, 0))
     monkeypatch.setenv("WAN22_VAE_DECODE_ARCH", "sm_100a")
     assert jit.arch_of((9, 0)) == "sm_100a"
+    with pytest.raises(jit.BuildError, match=r"WAN22_VAE_DECODE_ARCH=sm_100a is for builds.*capability 9\.0"):
+        jit.running_arch((9, 0))
+    assert jit.running_arch((10, 0)) == "sm_100a"
     monkeypatch.setenv("WAN22_VAE_DECODE_ARCH", "sm_80")
     with pytest.raises(jit.BuildError, match="sm_80 is not"):
         jit.arch_of((9, 0))

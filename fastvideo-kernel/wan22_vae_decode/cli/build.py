@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
 import torch
 
 from wan22_vae_decode import jit
 from wan22_vae_decode.backends.cuda import library
+from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.cli import options
 from wan22_vae_decode.jit.cache import cache_folder
 
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--arch",
         nargs="+",
-        choices=tuple(library.TENSOR_CORE),
+        choices=tuple(TARGETS),
         help="for which GPUs (default: the one here; without one, all that have kernels)",
     )
     options.add_json(parser)
@@ -50,5 +50,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _default_archs() -> list[str]:
     if torch.cuda.is_available():
         return [jit.arch_of(torch.cuda.get_device_capability())]
-    chosen = os.environ.get("WAN22_VAE_DECODE_ARCH")
-    return [chosen] if chosen else list(library.TENSOR_CORE)
+    chosen = jit.chosen_arch()
+    return [chosen] if chosen else list(TARGETS)

@@ -17,6 +17,7 @@ import torch
 import wan22_vae_decode
 from wan22_vae_decode import backends, jit
 from wan22_vae_decode.backends.cuda import library
+from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.cli import options
 from wan22_vae_decode.cli.extras import INSTALL
 from wan22_vae_decode.jit import toolchain
@@ -109,14 +110,14 @@ def _gpu(device: torch.device) -> Finding:
 
 def _arch(device: torch.device) -> tuple[str, Finding]:
     """What to build for, also where there is no GPU: a container may be made on such a machine."""
-    fallback = next(iter(library.TENSOR_CORE))
+    fallback = next(iter(TARGETS))
     if device.type != "cuda":
         override = os.environ.get("WAN22_VAE_DECODE_ARCH", fallback)
-        arch = override if override in library.TENSOR_CORE else fallback
+        arch = override if override in TARGETS else fallback
         return arch, Finding("arch", f"{arch}, if built here")
     capability = torch.cuda.get_device_capability(device)
     try:
-        arch = jit.arch_of(capability)
+        arch = jit.running_arch(capability)
         library.recipe(arch)
     except jit.BuildError as error:
         return fallback, Finding("arch", f"compute capability {capability[0]}.{capability[1]}", str(error))

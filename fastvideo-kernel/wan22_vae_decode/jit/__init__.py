@@ -13,9 +13,9 @@ Environment:
     MAX_JOBS                most compilers at a time (default: one a core, at most one per 5 GiB of free memory)
 """
 
-from wan22_vae_decode.jit.arch import arch_of
+from wan22_vae_decode.jit.arch import arch_of, chosen_arch, running_arch
 from wan22_vae_decode.jit.builder import build
 from wan22_vae_decode.jit.errors import BuildError
 from wan22_vae_decode.jit.recipe import Recipe, Unit
 
-__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build"]
+__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build", "chosen_arch", "running_arch"]
