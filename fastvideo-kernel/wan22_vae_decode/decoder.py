@@ -124,6 +124,7 @@ class Decoder:
             comm.agree((arch, ops.dtype, per_pass), "architecture, type and frames_per_pass")
             contents = setup(lambda: signature.contents(dict(sorted(tensors.items()))), "read its weights")
             comm.agree(hash(contents), "weights (by their checksums)")
+            setup(lambda: comm.connect(ops.device), "connect to the others")
 
         def prepare() -> DecoderWeights:
             # Around the agreement, so that the other ranks hear torch's own words.

@@ -31,7 +31,7 @@ from torch.profiler import record_function
 
 from wan22_vae_decode.backends.base import Backend, Halo
 from wan22_vae_decode.errors import CommunicationError, DecodeError, InputError, PeerError
-from wan22_vae_decode.geometry import CONTEXT_FRAMES, Architecture, even_split
+from wan22_vae_decode.geometry import CONTEXT_FRAMES, even_split
 from wan22_vae_decode.log import logger
 
 TIMEOUT_VARIABLE = "WAN22_VAE_DECODE_TIMEOUT"
@@ -202,6 +202,20 @@ class Communicator:
 
     # Exchanges
 
+    def connect(self, device: torch.device) -> None:
+        """Exchanges a byte with every rank, called by all of them before their first pass.
+
+        NCCL connects on first use. Inside a pass that would take device memory that nobody reserved, and hold hosts
+        where no timeout reaches them if a rank failed before it came there.
+        """
+        own = torch.zeros(1, dtype=torch.uint8, device=device)
+        messages: list[Message] = []
+        for peer in range(self.world):
+            if peer != self.rank:
+                messages += [(dist.isend, own, peer), (dist.irecv, torch.empty_like(own), peer)]
+        self._exchange(messages)
+        self.reduce_flag(torch.zeros(1, dtype=torch.int32, device=device))
+
     def frames_to_rows(
         self, ops: Backend, x: Tensor, intervals: Sequence[tuple[int, int]], bands: Sequence[tuple[int, int]]
     ) -> Tensor:
@@ -214,15 +228,15 @@ class Communicator:
         send = ops.split_rows(x, bands)
         receive = send.new_empty(sum(received))
         item = x.element_size()
-        work = dist.all_to_all_single(
-            receive.view(torch.uint8),
-            send.view(torch.uint8),
-            [n * item for n in received],
-            [n * item for n in sent],
-            group=self._data,
-            async_op=True,
-        )
         with record_function("wan.exchange.prefix"):
+            work = dist.all_to_all_single(
+                receive.view(torch.uint8),
+                send.view(torch.uint8),
+                [n * item for n in received],
+                [n * item for n in sent],
+                group=self._data,
+                async_op=True,
+            )
             self._wait([work], x.device)
         self.stats.add("prefix", (sum(sent) - sent[self.rank]) * item)
         return ops.join_frames(receive, counts, batch, mine, cols, channels)
@@ -270,7 +284,8 @@ class Communicator:
 
     def reduce_flag(self, flag: Tensor) -> None:
         """Sets the flag everywhere if it is set anywhere."""
-        self._wait([dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._data, async_op=True)], flag.device)
+        with record_function("wan.exchange.flag"):
+            self._wait([dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._data, async_op=True)], flag.device)
 
     def _exchange(self, messages: Sequence[Message]) -> None:
         """Posts sends and receives of whole tensors with group ranks, as bytes, and waits for them."""
@@ -373,21 +388,6 @@ def log_stats(comm: Communicator) -> None:
     """One line with the decode's exchanges, if ``WAN22_VAE_DECODE_STATS=1``."""
     if os.environ.get(STATS_VARIABLE) == "1":
         logger.warning("rank %d of %d sent: %s", comm.rank, comm.world, comm.stats)
-
-
-def halo_bytes(
-    arch: Architecture, batch: int, level0_frames: int, level1_frames: int, level2_frames: int, cols: int, item: int
-) -> int:
-    """Bytes of all rows that a band sends to one neighbour in a pass with so many frames at each level's resnets.
-
-    Level 3 has as many frames as level 2; an upsampler works on its block's doubled frames.
-    """
-    c = arch.base
-    level0 = level0_frames * 8 * 4 * c + level1_frames * 4 * c
-    level1 = (level1_frames * 6 * 4 * c + level2_frames * 4 * c) * 2
-    level2 = level2_frames * (4 * c + 5 * 2 * c + 2 * c) * 4
-    level3 = level2_frames * (2 * c + 5 * c + c) * 8
-    return batch * cols * item * (level0 + level1 + level2 + level3)
 
 
 _communicators: dict[tuple, Communicator] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of ``test_parallel_decode``: runs every scenario and writes what it saw as JSON.
 
-    python parallel_worker.py SCENARIO FOLDER        with RANK and WORLD_SIZE set
+    python parallel_worker.py SCENARIO FOLDER        with RANK and WORLD_SIZE set, and DEVICE=cuda for NCCL
 
 The state dict comes from FOLDER; results go to FOLDER/rank<r>.json. A process of its own for each rank, because
 ranks share nothing.
@@ -22,12 +22,13 @@ from wan22_vae_decode import BackendUnavailableError, Decoder, backends, memory,
 from wan22_vae_decode.backends.torch import TorchBackend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", RANK) if os.environ.get("DEVICE") == "cuda" else torch.device("cpu")
+BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
 
 
 def latents(frames, rows, cols=2, batch=1, scale=1.0):
     generator = torch.Generator().manual_seed(frames + 100 * rows)
-    return scale * torch.randn(batch, 4, frames, rows, cols, generator=generator)
+    return scale * torch.randn(batch, 4, frames, rows, cols, generator=generator).to(DEVICE)
 
 
 def outcome(action):
@@ -91,13 +92,15 @@ class Ranks:
         logging.getLogger("wan22_vae_decode").addHandler(self.lines)
 
     def together(self, **options):
-        return Decoder.from_state_dict(self.tensors, group=dist.group.WORLD, **options)
+        return Decoder.from_state_dict(self.tensors, device=DEVICE, group=dist.group.WORLD, **options)
 
     def alone(self, z, out_dtype=torch.float32, **options):
         """The video of one rank: rank 0 decodes it, everybody gets it."""
-        video = [Decoder.from_state_dict(self.tensors, **options).decode(z, out_dtype) if RANK == 0 else None]
+        video = [None]
+        if RANK == 0:
+            video = [Decoder.from_state_dict(self.tensors, device=DEVICE, **options).decode(z, out_dtype).cpu()]
         dist.broadcast_object_list(video, src=0)
-        return video[0]
+        return video[0].to(DEVICE)
 
 
 def equality(ranks):
@@ -139,8 +142,8 @@ def outputs(ranks):
     steps = (torch.cat(items, dim=2).int() - pixels.int()).abs().max().item()
     half = ranks.together(dtype="float16").decode(z) - ranks.alone(z, dtype="float16")
     options = {"winograd_levels": {0: 4, 1: 3, 2: 4, 3: 4}}
-    tiles = ranks.together(backend=TorchBackend(CPU, torch.float32, **options), dtype="float32").decode(z)
-    one_tiles = ranks.alone(z, backend=TorchBackend(CPU, torch.float32, **options), dtype="float32")
+    tiles = ranks.together(backend=TorchBackend(DEVICE, torch.float32, **options), dtype="float32").decode(z)
+    one_tiles = ranks.alone(z, backend=TorchBackend(DEVICE, torch.float32, **options), dtype="float32")
     return {
         "shape_of_last": list(last.shape),
         "error_of_last": (last - expected).abs().max().item() if last.numel() else None,
@@ -178,7 +181,16 @@ def agreement(ranks):
     seen["named backend"] = outcome(lambda: ranks.together(backend="cuda"))
     backends.create = original
 
+    exchange, peers = dist.batch_isend_irecv, set()
+
+    def recorded(operations):
+        peers.update((operation.op.__name__, operation.peer) for operation in operations)
+        return exchange(operations)
+
+    dist.batch_isend_irecv = recorded
     decoder = ranks.together(dtype="float32")
+    dist.batch_isend_irecv = exchange
+    seen["connected"] = sorted(peers)
     bad = torch.zeros(1, 5, 2, WORLD + 1, 2) if RANK == 0 else z
     seen["latents"] = outcome(lambda: decoder.decode(bad))
     other = latents(2 + RANK, WORLD + 1)
@@ -192,7 +204,7 @@ def agreement(ranks):
 def shrinking(ranks):
     """One rank has less memory than the others."""
     z = latents(2 * WORLD + 1, 2 * WORLD)
-    ops = Limited(CPU, torch.float32)
+    ops = Limited(DEVICE, torch.float32)
     decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=2)
     if RANK == WORLD - 1:
         extent = memory.Extent(1, 2, 2 * WORLD, 2, WORLD)
@@ -301,7 +313,7 @@ def new_world(ranks):
     ranks.together(dtype="float32")
     folder = Path(sys.argv[2])
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=RANK, world_size=WORLD)
+    dist.init_process_group(BACKEND, init_method=f"file://{folder}/second", rank=RANK, world_size=WORLD)
     z = latents(2, WORLD)
     return (ranks.together(dtype="float32").decode(z) - ranks.alone(z, dtype="float32")).abs().max().item()
 
@@ -310,7 +322,7 @@ def fault(ranks):
     """A rank fails in the middle of the second pass, while its neighbours wait for its rows."""
     impatient()
     z = latents(2 * WORLD, WORLD)
-    ops = Faulty(CPU, torch.float32)
+    ops = Faulty(DEVICE, torch.float32)
     decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=1)
     if RANK == 1:
         ops.fail_at = 3
@@ -325,7 +337,7 @@ def fault(ranks):
 def vanish(ranks):
     """A rank's process ends in the middle of a pass."""
     impatient()
-    ops = Faulty(CPU, torch.float32)
+    ops = Faulty(DEVICE, torch.float32)
     decoder = ranks.together(backend=ops, dtype="float32", frames_per_pass=1)
     if RANK == 1:
         ops.time_double = lambda *args: os._exit(0)
@@ -340,6 +352,7 @@ def once(ranks):
 
 SCENARIOS = {
     "once": (once,),
+    "nccl": (equality, fault),
     "all": (equality, outputs, agreement, shrinking, overflow, fault),
     "disagreement": (new_world, disagreement),
     "vanish": (vanish,),
@@ -349,7 +362,10 @@ SCENARIOS = {
 def main():
     scenario, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=RANK, world_size=WORLD)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group(BACKEND, init_method=f"file://{folder}/store", rank=RANK, world_size=WORLD)
     ranks = Ranks(torch.load(folder / "weights.pt"))
     seen = {}
     for part in SCENARIOS[scenario]:

@@ -104,9 +104,6 @@ def test_bytes_are_those_of_the_formula(ranks):
                 count * frames_of(passes, rate) * (COLS << level) * width * BASE for level, width, rate, count in HALOS
             )
             assert case["bytes"]["halo"] == 4 * batch * neighbours * row
-            levels = [frames_of(passes, rate) for rate in (1, 2, 4)]
-            predicted = parallel.halo_bytes(geometry.Architecture(BASE, 4), batch, *levels, COLS, 4)
-            assert case["bytes"]["halo"] == neighbours * predicted
             pixels = 3 * (4 * frames - 3) * 16 * own * 16 * COLS
             assert case["bytes"]["pixels"] == 4 * batch * pixels * (world - 1)
             split = [parallel.frame_intervals(*interval, world) for interval in passes]
@@ -180,6 +177,12 @@ def test_kernels_on_some_ranks_only_are_used_on_none(ranks):
         assert any("all of them use torch" in line for line in seen["agreement"]["mixed lines"])
 
 
+def test_decoder_is_connected_to_every_rank_before_its_first_pass(ranks):
+    for rank, seen in enumerate(ranks):
+        others = [peer for peer in range(len(ranks)) if peer != rank]
+        assert seen["agreement"]["connected"] == [[kind, peer] for kind in ("irecv", "isend") for peer in others]
+
+
 def test_group_works_on_after_refusals(ranks):
     for seen in ranks:
         assert seen["agreement"]["afterwards"] < 1e-5
@@ -203,7 +206,7 @@ def test_overflow_on_any_rank_moves_all_to_bfloat16(ranks):
         assert seen["overflow"]["differs before"]
 
 
-def test_fault_in_a_pass_raises_on_every_rank_in_time(ranks):
+def assert_fault_raised_in_time(ranks):
     for rank, seen in enumerate(ranks):
         result = seen["fault"]["fault"]
         if rank == 1:
@@ -212,6 +215,10 @@ def test_fault_in_a_pass_raises_on_every_rank_in_time(ranks):
             assert result["error"] == "CommunicationError"
             assert "rank 1 failed in the middle of a pass (RuntimeError: injected fault)" in result["text"]
         assert result["seconds"] < 3 * TIMEOUT
+
+
+def test_fault_in_a_pass_raises_on_every_rank_in_time(ranks):
+    assert_fault_raised_in_time(ranks)
 
 
 def test_broken_decoder_says_so_and_a_new_one_works(ranks):
@@ -229,6 +236,19 @@ def test_rank_that_vanishes_does_not_make_the_others_hang(run_ranks):
         assert seen[rank] is not None, texts[rank]
         assert seen[rank]["vanish"]["error"] == "CommunicationError"
         assert seen[rank]["vanish"]["seconds"] < 5 * TIMEOUT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_nccl_gives_one_gpu_s_video_and_ends_after_a_fault(world, run_ranks):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, torch sees {torch.cuda.device_count()}")
+    seen, texts = run_ranks(world, "nccl", limit=200, DEVICE="cuda")
+    assert all(result is not None for result in seen), "\n".join(texts)
+    for result in seen:
+        assert all(case["error"] < 1e-5 for case in result["equality"])
+        assert result["fault"]["fresh decoder"] < 1e-5
+    assert_fault_raised_in_time(seen)
 
 
 def test_statistics_are_logged_only_when_asked_for(run_ranks):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole generations with the VAE's switches set in different ways: ``vae_generate.py RUNS OUT``.
 
-RUNS is JSON: by name, a ``checkpoint``, the ``options`` of ``from_pretrained``, and, for a worker in this process,
-``switches`` to set in the VAE's config before the generation. Frames are saved as ``OUT/<name>.<rank>.npy``.
+RUNS is JSON: by name, a ``checkpoint``, the ``options`` of ``from_pretrained``, ``sampling`` where it differs from the
+one below, and, for a worker in this process, ``switches`` to set in the VAE's config before the generation. Frames are
+saved as ``OUT/<name>.<rank>.npy``.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from fastvideo.entrypoints.video_generator import VideoGenerator
 
-REQUEST = {
+REQUEST: dict[str, Any] = {
     "prompt": "a lighthouse in a storm",
     "negative_prompt": "blurred",
     "sampling": {
@@ -49,7 +50,8 @@ def main(runs: str, out: str) -> None:
         vae = vae_of(generators[key])
         for field, value in run.get("switches", {}).items():
             setattr(vae.config, field, value)
-        frames = generators[key].generate(REQUEST).frames
+        request = REQUEST | {"sampling": REQUEST["sampling"] | run.get("sampling", {})}
+        frames = generators[key].generate(request).frames
         if frames:
             np.save(f"{out}/{name}.{rank}.npy", np.stack(frames))
         with open(f"{out}/{name}.{rank}.json", "w") as file:
