@@ -16,7 +16,7 @@ MAXIMUM_ROWS = 16
 ROW_TILES = {
     "norm_modulate": (4096, 32),
     "gate_residual_norm_modulate": (8192, 16),
-    "gate_residual": (16384, 64),
+    "gate_residual": (16384, 16),
 }
 HEAD_TILE = (4096, 8)
 
