@@ -25,6 +25,7 @@ from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.backends.cuda import heuristics, library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
+from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.backends.torch import TorchBackend
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -186,7 +187,7 @@ def ceilings(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 def run_selftest(backend: CudaBackend, report: Report) -> None:
     """Every self-test case on both tile widths; goes on after a failure so that one run shows all of them."""
-    for columns in heuristics.TILE_COST:
+    for columns in backend.kernels.target.tile_cost:
         for number, case in enumerate(selftest.CASES):
             name = f"{case.op} #{number} tile {columns} {backend.dtype}"
             try:
@@ -296,11 +297,12 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
     band = heuristics.tile_rows_per_band(down, tile_row)
     tiles = band * across
     components = torch.empty(number, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
+    kept = torch.empty_like(history[0])
     products = torch.empty(number, t, band, across, c_out, dtype=x.dtype, device=x.device)
     shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}{suffix}"
 
     def transform_input() -> None:
-        kernels.winograd_input(x[0], norm, history[0], None, 0, components)
+        kernels.winograd_input(x[0], norm, history[0], None, 0, components, kept)
 
     def multiply() -> None:
         windows = components.as_strided((number, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
@@ -468,14 +470,15 @@ def main() -> int:
     torch.manual_seed(0)
 
     begin = time.perf_counter()
-    kernels = library.recipe(jit.arch_of(torch.cuda.get_device_capability(device)))
+    arch = jit.running_arch(torch.cuda.get_device_capability(device))
+    kernels = library.recipe(arch)
     folder = jit.build(kernels)
     built = time.perf_counter()
     jit.build(kernels)
     loaded = library.Library(folder, kernels.library)
     load_s = time.perf_counter() - built
     properties = torch.cuda.get_device_properties(device)
-    ours = CudaBackend(device, dtype, Kernels(loaded.launch, properties.multi_processor_count))
+    ours = CudaBackend(device, dtype, Kernels(loaded.launch, TARGETS[arch], properties.multi_processor_count))
     theirs = TorchBackend(device, dtype)
     matmul, copy = ceilings(dtype, device)
     report = Report(

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import backends, log, memory, parallel, passes, signature, weights
+from wan22_vae_decode import backends, host, log, memory, parallel, passes, signature, weights
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.errors import (
     BackendUnavailableError,
@@ -202,17 +202,25 @@ class Decoder:
             return video
 
     def stream(
-        self, latents: Tensor, out_dtype: torch.dtype = torch.float32, to: int | Literal["all"] = "all"
+        self,
+        latents: Tensor,
+        out_dtype: torch.dtype = torch.float32,
+        to: int | Literal["all"] = "all",
+        on_host: bool = False,
     ) -> Iterator[Tensor]:
         """As ``decode``, but yields the video pass by pass, in order: [B, 3, f, 16H, 16W] each.
 
-        The first item has 4n - 3 frames for a pass of n latent frames, the others 4n. Each is new memory. The
-        arguments are checked at once, not at the first item. With a group every rank iterates to the end, and other
-        threads wait until then. The latents are not copied: leave them as they are until the end.
+        The first item has 4n - 3 frames for a pass of n latent frames, the others 4n. Each is new memory: on the
+        decoder's device, or with ``on_host`` in (pinned) host memory, copied while the next pass runs, so that an item
+        comes one pass later. The arguments are checked at once, not at the first item. With a group every rank
+        iterates to the end, and other threads wait until then. The latents are not copied: leave them as they are
+        until the end.
         """
         turn = _turn(self._comm)
         try:
             passes = self._decode(self._begin(latents, out_dtype, to)).run(None)
+            if on_host:
+                passes = host.on_host(passes, self.device)
         except BaseException:
             turn.end()
             raise
@@ -300,6 +308,16 @@ def why_not(
         return None if backend == "auto" else backends.why_not(backend, *placement)
     except InputError as error:
         return str(error)
+
+
+def check_options(
+    *, dtype: torch.dtype | str = "auto", backend: str = "auto", frames_per_pass: int | Literal["auto"] = 4
+) -> None:
+    """Raises ``InputError`` for options of ``from_state_dict`` that mean nothing, on whatever device."""
+    _frames_per_pass(frames_per_pass)
+    device, chosen = _placement({}, "cpu", dtype)
+    if backend != "auto":
+        backends.why_not(backend, device, chosen)
 
 
 def _placement(

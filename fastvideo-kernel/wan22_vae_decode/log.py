@@ -2,6 +2,7 @@
 """The package's logger, and lines that are worth saying only once."""
 
 import logging
+import re
 import threading
 
 logger = logging.getLogger("wan22_vae_decode")
@@ -20,6 +21,11 @@ def once(message: str, level: int = logging.WARNING, key: str | None = None) -> 
             return
         _said.add(key or message)
     logger.log(level, "%s", message)
+
+
+def without_figures(message: str) -> str:
+    """What a message has in common with others of its kind: free memory, for one, differs every time."""
+    return re.sub(r"[\d.]+", "", message)
 
 
 def forget() -> None:

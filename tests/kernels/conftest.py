@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small decoders and the reference VAE for the kernel tests."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wan22_vae_decode import geometry, weights
+from wan22_vae_decode import geometry, random_weights
+from wan22_vae_decode.cli.main import main
 
 BASE, LATENT = 8, 4
 
 
 def random_state_dict(base: int = BASE, latent: int = LATENT, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights that keep the residual stream near unit variance, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("gamma"):
-            return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) == 1:
-            return 0.1 * noise
-        gain = 0.5 if "conv_out" in name else 1.0
-        return gain * noise / torch.Size(shape[1:]).numel() ** 0.5
-
-    arch = geometry.Architecture(base, latent)
-    return {name: draw(name, shape) for name, shape in weights.expected_shapes(arch).items()}
+    """Random weights in float64."""
+    return random_weights.random_state_dict(geometry.Architecture(base, latent), seed)
 
 
 @pytest.fixture(scope="session")
@@ -81,3 +74,40 @@ def reference_vae(state_dict: dict[str, Tensor]) -> nn.Module:
     for block in vae.decoder.up_blocks[:3]:
         block.upsampler.resample[0] = nn.Upsample(scale_factor=2.0, mode="nearest-exact")
     return vae
+
+
+class Ended(NamedTuple):
+    """How a command line ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture) -> Callable[..., Ended]:
+    """Runs a command line in this process."""
+
+    def run(*arguments: object) -> Ended:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse's own refusals
+            status = int(end.code or 0)
+        return Ended(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def vae_folder(tmp_path_factory: pytest.TempPathFactory, state_dict: dict[str, Tensor]) -> Path:
+    """The session's weights as a VAE folder of a checkpoint, in two files, with tensors of the encoder; read only."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "vae"
+    folder.mkdir()
+    tensors = {name: tensor.float() for name, tensor in state_dict.items()} | {"encoder.conv_in.bias": torch.ones(1)}
+    names = sorted(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / f"diffusion_pytorch_model-{number}.safetensors")
+    statistics = {"latents_mean": [0.1 * n for n in range(LATENT)], "latents_std": [1.0 + n for n in range(LATENT)]}
+    (folder / "config.json").write_text(json.dumps(statistics))
+    return folder

@@ -23,6 +23,7 @@ from wan22_vae_decode.backends.cuda import heuristics, library, selftest, winogr
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.selftest import Case
+from wan22_vae_decode.backends.cuda.targets import HOPPER
 from wan22_vae_decode.decoder import Decoder
 from wan22_vae_decode.errors import BackendUnavailableError
 from wan22_vae_decode.jit import toolchain
@@ -58,7 +59,7 @@ class Emulator:
             getattr(self, symbol.removeprefix("wan_"))(*raw)
 
     def conv3d(self, dtype, p, x, w, bias, residual, y, tile):
-        assert tile in heuristics.TILE_COST
+        assert tile in HOPPER.tile_cost
         x = at(
             x,
             dtype,
@@ -71,7 +72,7 @@ class Emulator:
         self.epilogue(dtype, out, bias, residual, y, out.stride() if out.is_contiguous() else None)
 
     def tap_gemm(self, dtype, p, a, b, bias, residual, d, tile):
-        assert tile in heuristics.TILE_COST
+        assert tile in HOPPER.tile_cost
         for field, kind in p._fields_:
             if kind is ctypes.c_int64:
                 assert getattr(p, field) % 8 == 0, field
@@ -108,7 +109,7 @@ class Emulator:
             kept = at(following, dtype, (2, *source.shape[1:]))
             kept[-min(2, p.frames) :] = out[-min(2, p.frames) :]
 
-    def winograd_input(self, p, x, above, below, history, gamma, v, dtype):
+    def winograd_input(self, p, x, above, below, history, gamma, v, next_history, dtype):
         dtype = ELEMENTS[dtype]
         rows = p.rows + 2 * p.halo
         padded = torch.empty(p.frames + 2, rows, p.columns, p.channels, dtype=dtype)
@@ -117,6 +118,10 @@ class Emulator:
         )
         number = {element: number for number, element in ELEMENTS.items()}[dtype]
         self.norm_silu_pad(problem, x, above, below, history, gamma, padded.data_ptr(), None, number)
+        # Of the next history, each launch writes the rows of its tiles, and the halo rows beside them.
+        first, end = 4 * p.first_tile_row, 4 * (p.first_tile_row + p.tile_rows)
+        kept = slice(first + p.halo if first else 0, rows if end >= p.rows else end + p.halo)
+        at(next_history, dtype, (2, *padded.shape[1:]))[:, kept] = padded[-2:, kept]
         edge = 0 if p.halo else 1
         width = p.tile_columns
         down, across = -(-p.rows // 4), -(-p.columns // width)
@@ -300,7 +305,7 @@ def emulator():
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def backend(request, emulator):
-    return EmulatedBackend(CPU, request.param, Kernels(emulator, 132))
+    return EmulatedBackend(CPU, request.param, Kernels(emulator, HOPPER, 132))
 
 
 CASES = [
@@ -340,7 +345,7 @@ def test_host_side_computes_the_torch_op(backend, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.op not in ("attention", "row_movement")], ids=str)
 def test_kernels_compute_the_torch_op(kernels_on_cpu, backend, case):
-    ours = EmulatedBackend(CPU, backend.dtype, Kernels(KernelsOnCpu(kernels_on_cpu), 132))
+    ours = EmulatedBackend(CPU, backend.dtype, Kernels(KernelsOnCpu(kernels_on_cpu), HOPPER, 132))
     assert selftest.compare(ours, case, seed=3) <= selftest.tolerance(case, backend.dtype)
 
 
@@ -348,7 +353,7 @@ def test_kernels_compute_the_torch_op(kernels_on_cpu, backend, case):
 def test_bands_do_not_change_a_winograd_conv(request, backend, emulator, monkeypatch, on_cpu):
     if on_cpu:
         emulator = KernelsOnCpu(request.getfixturevalue("kernels_on_cpu"))
-        backend = EmulatedBackend(CPU, backend.dtype, Kernels(emulator, 132))
+        backend = EmulatedBackend(CPU, backend.dtype, Kernels(emulator, HOPPER, 132))
     case = Case("winograd_conv3d", batch=2, frames=2, rows=18, cols=6, c_in=16, c_out=24, history=True, halo=True)
     run = selftest._OPS[case.op](case, selftest._Random(backend.dtype, 1))
     whole = run(backend, torch.clone)
@@ -444,15 +449,6 @@ def test_an_unwritten_output_is_seen(backend, emulator, monkeypatch):
     assert selftest.compare(backend, case) > selftest.tolerance(case, backend.dtype)
 
 
-def test_tile_choice():
-    # A wide tile where columns fill it, a narrow one for narrow outputs and for problems too small to fill the card.
-    assert heuristics.tile_n(3_514_368, 256, 1, 132) == 256
-    assert heuristics.tile_n(109_824, 1024, 1, 132) == 256
-    assert heuristics.tile_n(3_514_368, 112, 1, 132) == 128
-    assert heuristics.tile_n(3_432, 48, 1, 132) == 128
-    assert heuristics.tile_n(256, 256, 1, 132) == 128
-
-
 @pytest.mark.parametrize(("frames", "size", "expected"), [(16, 1, 16), (16, 200 << 20, 2), (5, 1 << 40, 1), (1, 1, 1)])
 def test_slab_choice(frames, size, expected):
     assert heuristics.frames_per_slab(frames, size) == expected
@@ -477,7 +473,7 @@ def test_method_choice():
 
 def test_structures_match_the_sources():
     """Field order and types of the ctypes structures are those of the C structures."""
-    texts = "\n".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cu")))
+    texts = "\n".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cu*")))
     kinds = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
     for structure in (
         library.Conv3dProblem,

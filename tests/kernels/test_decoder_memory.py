@@ -11,6 +11,7 @@ from wan22_vae_decode import Decoder, OutOfMemoryError, memory, weights
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
+from wan22_vae_decode.backends.cuda.targets import HOPPER
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
 
@@ -61,7 +62,7 @@ class Allocating(CudaBackend):
     """The CUDA backend with launches that do nothing: what it allocates is all that is looked at."""
 
     def __init__(self, dtype):
-        super().__init__(CPU, dtype, Kernels(lambda *launch: None, 132))
+        super().__init__(CPU, dtype, Kernels(lambda *launch: None, HOPPER, 132))
 
     def free_bytes(self):
         return None

@@ -87,3 +87,11 @@ def test_profiler_sees_every_layer_by_name(state_dict, latents):
         "wan.head",
     ]
     assert names.issuperset(resnets + others)
+
+
+def test_stream_on_the_host_of_a_cpu_is_the_stream(state_dict, latents):
+    decoder = Decoder.from_state_dict(state_dict, frames_per_pass=2)
+    z = latents(5, 2, 3).float()
+    items = list(decoder.stream(z, torch.uint8, on_host=True))
+    assert len(items) == 3
+    assert torch.equal(torch.cat(items, dim=2), decoder.decode(z, torch.uint8))

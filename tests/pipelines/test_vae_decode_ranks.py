@@ -67,6 +67,13 @@ def test_only_the_writer_has_the_video(scenario, ranks, expected):
         assert all(outcome["prepared"] == 0 for outcome in others), "nor do the others compute it"
 
 
+def test_frames_for_a_file_are_shared_as_the_video_is(ranks, expected):
+    first, *others = (outcomes["frames, only the first"] for outcomes in ranks)
+    assert first["report"]["decode_path"] == f"{kernel_path(ranks)}, uint8 to the host"
+    torch.testing.assert_close(2 * first["video"] - 1, expected["short"], rtol=0, atol=2 / 255 + 1e-5)
+    assert all(outcome["video"] is None and outcome["error"] is None for outcome in others)
+
+
 def test_ranks_that_are_not_to_share_decode_each_on_its_own(ranks, expected):
     for outcomes in ranks:
         assert outcomes["each alone"]["report"]["decode_path"] == "wan22_vae_decode, torch, float32"

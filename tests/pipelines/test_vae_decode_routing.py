@@ -360,6 +360,6 @@ def test_weights_that_cannot_be_examined_fall_back(tiny, upstream, lines, monkey
         raise RuntimeError("no storage")
 
     vae, z = tiny.tiny_vae(**KERNEL), tiny.tiny_latents()
-    monkeypatch.setattr("fastvideo.models.vaes.wan22_decode.signature", unreadable)
+    monkeypatch.setattr("wan22_vae_decode.module_decoder.signature", unreadable)
     with torch.no_grad():
         assert_fell_back(vae, z, upstream, lines, "the weights cannot be examined (no storage)")

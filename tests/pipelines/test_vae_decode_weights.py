@@ -16,7 +16,7 @@ import torch
 from fastvideo.models.vaes import wan22_decode
 from torch import nn
 
-from wan22_vae_decode import Decoder
+from wan22_vae_decode import Decoder, module_decoder
 
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
 
@@ -41,7 +41,7 @@ def made(monkeypatch) -> list[Decoder]:
             decoders.append(super().from_state_dict(*arguments, **options))
             return decoders[-1]
 
-    monkeypatch.setattr(wan22_decode, "Decoder", Counted)
+    monkeypatch.setattr(module_decoder, "Decoder", Counted)
     return decoders
 
 

@@ -3,31 +3,22 @@
 // + bias[n] (+ residual[b,t,h,w,n]); x channels-last with any batch, frame and row stride, time never padded (causal
 // history and halo rows lie in x), y and residual dense. Implicit GEMM, M = pixels, K = taps x C_in: A through im2col
 // TMA, B through tiled TMA, persistent cooperative schedule. Bound: tensor cores; about 95 % of a cuBLAS matmul's rate.
+#include "conv3d.cuh"
+
 #include "sm90_gemm.cuh"
 
 // CUTLASS's conv headers compile in this order only.
-#include "cutlass/conv/convolution.h"
-
-#include "cutlass/conv/convnd_problem_shape.hpp"
 #include "cutlass/conv/dispatch_policy.hpp"
 
 #include "cutlass/conv/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
-struct Conv3dProblem {
-  int64_t stride_batch, stride_frame, stride_row;  // of x, in elements
-  int32_t batch, frames, rows, columns, c_in;      // of x as stored
-  int32_t c_out, taps_t, taps_h, taps_w;
-  int32_t pad_top, pad_bottom, pad_left, pad_right;
-};
-
 namespace wan::WAN_SM90 {
 
 // The stock cooperative GEMM kernel refuses the stock conv mainloop's schedule tag; a tag of our own derived from the
 // GEMM's satisfies both.
 struct Schedule : cutlass::gemm::KernelTmaWarpSpecializedCooperative {};
-using ConvShape = cutlass::conv::ConvProblemShape<cutlass::conv::Operator::kFprop, 3>;
 using GemmShape = Shape<int, int, Shape<int, int, int, int>, int>;  // (pixels, C_out, (C_in, kw, kh, kt), 1)
 
 template <int TileN>
@@ -97,15 +88,8 @@ template <int TileN>
 int conv3d(const Conv3dProblem& p, const void* x, const void* w, const float* bias, const void* residual, void* y,
            int device, cudaStream_t stream) {
   using Gemm = typename Conv3d<TileN>::Gemm;
-  const int64_t c_in = p.c_in;
-  const typename ConvShape::TensorStride x_stride{p.stride_batch, p.stride_frame, p.stride_row, c_in, 1};
-  const typename ConvShape::TensorStride w_stride{p.taps_t * p.taps_h * p.taps_w * c_in, p.taps_h * p.taps_w * c_in,
-                                                  p.taps_w * c_in, c_in, 1};
-  const ConvShape shape(cutlass::conv::Mode::kCrossCorrelation, {p.batch, p.frames, p.rows, p.columns, p.c_in},
-                        x_stride, {p.c_out, p.taps_t, p.taps_h, p.taps_w, p.c_in}, w_stride, {0, p.pad_top, p.pad_left},
-                        {0, p.pad_bottom, p.pad_right}, {1, 1, 1}, {1, 1, 1}, 1);
-  const int64_t pixels = int64_t(shape.shape_C[0]) * shape.shape_C[1] * shape.shape_C[2] * shape.shape_C[3];
-  if (pixels > INT32_MAX) return fail("conv3d: %lld output pixels exceed the TMA limit", (long long)pixels);
+  const ConvShape shape = conv_shape(p);
+  const int64_t pixels = output_pixels(p);
   const GemmShape problem{int(pixels), p.c_out, make_shape(p.c_in, p.taps_w, p.taps_h, p.taps_t), 1};
   StrideD stride{};
   get<0>(stride) = p.c_out;
@@ -113,7 +97,7 @@ int conv3d(const Conv3dProblem& p, const void* x, const void* w, const float* bi
   typename Gemm::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
                                      problem,
                                      {shape, static_cast<const Element*>(x), static_cast<const Element*>(w)},
-                                     epilogue_arguments<TileN>(bias, residual, y, stride)};
+                                     epilogue_arguments<Epilogue<TileN>>(bias, residual, y, stride)};
   return launch<Gemm>(arguments, "conv3d", device, stream);
 }
 
@@ -122,19 +106,7 @@ int conv3d(const Conv3dProblem& p, const void* x, const void* w, const float* bi
 WAN_EXPORT int WAN_SYMBOL(wan_conv3d)(const Conv3dProblem* problem, const void* x, const void* w, const float* bias,
                                       const void* residual, void* y, int tile_n, int device, cudaStream_t stream) {
   const Conv3dProblem& p = *problem;
-  if (p.c_in % 8 || p.c_out % 8) return wan::fail("conv3d: channels %d -> %d are not multiples of 8", p.c_in, p.c_out);
-  if (p.stride_batch % 8 || p.stride_frame % 8 || p.stride_row % 8) {
-    return wan::fail("conv3d: strides of x must be multiples of 16 bytes");
-  }
-  if (p.batch < 1 || p.frames < p.taps_t || p.rows + p.pad_top + p.pad_bottom < p.taps_h ||
-      p.columns + p.pad_left + p.pad_right < p.taps_w) {
-    return wan::fail("conv3d: input of %d x %d x %d x %d is smaller than the taps", p.batch, p.frames, p.rows,
-                     p.columns);
-  }
-  if (!wan::is_aligned16(x) || !wan::is_aligned16(w) || !wan::is_aligned16(bias) || !wan::is_aligned16(residual) ||
-      !wan::is_aligned16(y)) {
-    return wan::fail("conv3d: every pointer must be aligned to 16 bytes");
-  }
+  if (wan::check_conv3d(p, x, w, bias, residual, y)) return 1;
   wan::DeviceGuard guard(device);
   if (guard.check(device)) return 1;
   switch (tile_n) {

@@ -4,19 +4,14 @@
 // Every operand has free strides in l, m (n) and tap, so the windows of a may overlap: with stride_tap = one frame it
 // is a causal temporal conv, with one tap a 1x1x1 conv, with 36 batches the products of F(4x4,3x3) Winograd. Tiled TMA
 // for both operands, persistent cooperative schedule. Bound: tensor cores; about 95 % of a cuBLAS matmul's rate.
+#include "tap_gemm.cuh"
+
 #include "sm90_gemm.cuh"
 
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
-
-struct TapGemmProblem {
-  int64_t a_stride_m, a_stride_tap, a_stride_batch;  // in elements, channels are contiguous
-  int64_t b_stride_n, b_stride_tap, b_stride_batch;
-  int64_t d_stride_m, d_stride_batch;  // of d and residual
-  int32_t m, n, channels, taps, batch;
-};
 
 namespace wan::WAN_SM90 {
 
@@ -30,7 +25,8 @@ struct TapGemm {
       Shape<Int<kTileM>, Int<TileN>, Shape<Int<kTileK>, _1>>, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename EpilogueOp::SharedStorage)>,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
-  static_assert(Mainloop::DispatchPolicy::Stages >= 4, "fewer than four stages leave the tensor cores waiting for TMA");
+  static_assert(Mainloop::DispatchPolicy::Stages >= 3,
+                "fewer than three stages leave the tensor cores waiting for TMA");
   using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, EpilogueOp>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 };
@@ -57,8 +53,8 @@ int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float*
     return run_tap_gemm<TileN, PlainEpilogue<TileN>>(p, a, b, plain_epilogue_arguments<TileN>(d, stride), device,
                                                      stream);
   }
-  return run_tap_gemm<TileN, Epilogue<TileN>>(p, a, b, epilogue_arguments<TileN>(bias, residual, d, stride), device,
-                                              stream);
+  return run_tap_gemm<TileN, Epilogue<TileN>>(p, a, b, epilogue_arguments<Epilogue<TileN>>(bias, residual, d, stride),
+                                              device, stream);
 }
 
 }  // namespace wan::WAN_SM90
@@ -66,21 +62,7 @@ int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float*
 WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const void* a, const void* b, const float* bias,
                                         const void* residual, void* d, int tile_n, int device, cudaStream_t stream) {
   const TapGemmProblem& p = *problem;
-  if (p.m < 1 || p.n < 1 || p.channels < 1 || p.taps < 1 || p.batch < 1) return wan::fail("tap_gemm: empty problem");
-  if (p.channels % 8 || p.n % 8) {
-    return wan::fail("tap_gemm: channels %d -> %d are not multiples of 8", p.channels, p.n);
-  }
-  // TMA reads even the stride of an extent of one. A stride of 0 repeats: one weight for all batches.
-  const int64_t strides[] = {p.a_stride_m,   p.a_stride_tap,   p.a_stride_batch, p.b_stride_n,
-                             p.b_stride_tap, p.b_stride_batch, p.d_stride_m,     p.d_stride_batch};
-  for (const int64_t stride : strides) {
-    if (stride < 0 || stride % 8)
-      return wan::fail("tap_gemm: stride %lld is not a multiple of 16 bytes", (long long)stride);
-  }
-  if (!wan::is_aligned16(a) || !wan::is_aligned16(b) || !wan::is_aligned16(bias) || !wan::is_aligned16(residual) ||
-      !wan::is_aligned16(d)) {
-    return wan::fail("tap_gemm: every pointer must be aligned to 16 bytes");
-  }
+  if (wan::check_tap_gemm(p, a, b, bias, residual, d)) return 1;
   wan::DeviceGuard guard(device);
   if (guard.check(device)) return 1;
   switch (tile_n) {

@@ -3,7 +3,8 @@
 // m = 4 or 3:
 //   v [6 (m + 2), 2 + T, tile rows, tiles, C], component (m + 2) i + j = (B^T d B')[i][j] of a tile's 6 x (m + 2)
 //   pixels,
-// for a range of tile rows of x [T, H, W, C]. The two frames of history are normalised already (null: zeros).
+// for a range of tile rows of x [T, H, W, C]. The two frames of history are normalised already (null: zeros); the next
+// history, the last two frames of history and x, is written in passing.
 // A block goes down kSteps rows of n tiles. Of each it normalises a strip of 6 rows x (mn + 2) columns, a warp a pixel,
 // into shared memory, rounded as a stored activation would be; the strip is a ring of rows, of which the next row of
 // tiles keeps two. Then a thread transforms four channels of a tile, two rows of components at a time.
@@ -23,7 +24,7 @@ namespace wan {
 struct WinogradInputArguments {
   const void *x, *above, *below, *history;
   const float* gamma;
-  void* v;
+  void *v, *next_history;
   int32_t rows, columns, channels, edge;  // edge: rows of halo on each side
   int32_t first_tile_row, tile_rows, tiles_across;
   int64_t component_stride;  // in elements
@@ -103,6 +104,31 @@ __device__ inline void transform_pair(const uint32_t (&rows)[3], T* v, int64_t c
   store_row<T, pair_row(kPair, 1)>(lines[1], v, component_stride);
 }
 
+// The next history's part of a strip, from its pixel number `first` on: the last two frames, of the rows of this
+// block's tiles and the halo rows beside them, and of the tiles' columns; the outer two are other blocks'.
+template <int kVectors, int kColumns>
+__device__ inline void keep_strip(const WinogradInputArguments& a, const uint4* strip, int frame, int first_row,
+                                  int top, int left, int ring, int first) {
+  const int kept_frame = frame - (static_cast<int>(gridDim.z) - kHistory);
+  if (kept_frame < 0) return;
+  const int vectors = a.channels / 8;
+  const int begin = kTileRows * (a.first_tile_row + first_row);
+  const int end = kTileRows * (a.first_tile_row + min(first_row + kSteps, a.tile_rows));
+  const int row_begin = begin == 0 ? -a.edge : begin, row_end = end >= a.rows ? a.rows + a.edge : end;
+#pragma unroll 1
+  for (int pixel = first + static_cast<int>(threadIdx.x) / 32; pixel < kLines * kColumns; pixel += kWarps) {
+    const int row = top + pixel / kColumns, column = pixel % kColumns;
+    if (row < row_begin || row >= row_end || column == 0 || column == kColumns - 1 || left + column >= a.columns) {
+      continue;
+    }
+    const int64_t line = int64_t(kept_frame) * (a.rows + 2 * a.edge) + row + a.edge;
+    uint4* target = static_cast<uint4*>(a.next_history) + (line * a.columns + left + column) * int64_t(vectors);
+    const int place = (pixel + ring * kColumns) % (kLines * kColumns);
+#pragma unroll 1
+    for (int n = threadIdx.x % 32; n < vectors; n += 32) target[n] = strip[place * (32 * kVectors) + n];
+  }
+}
+
 // kVectors 16-byte vectors a lane hold a pixel, kPixels of them in flight; a strip has kTiles tiles of kTileColumns.
 template <typename T, int kTileColumns, int kVectors, int kTiles, int kPixels>
 __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __grid_constant__ WinogradInputArguments a) {
@@ -125,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
   for (int step = 0; step < steps; ++step) {
     const int top = kTileRows * (a.first_tile_row + first_row + step) - 1;
     const int ring = kTileRows * step % kLines;  // its first row; even, so that pairs of rows stay together
-    const int kept = step == 0 ? 0 : (kLines - kTileRows) * kColumns;
-    for (int first = kept + warp; first < kStrip; first += kWarps * kPixels) {
+    const int held = step == 0 ? 0 : (kLines - kTileRows) * kColumns;
+    for (int first = held + warp; first < kStrip; first += kWarps * kPixels) {
       Source sources[kPixels];
       uint4 data[kPixels][kVectors];
 #pragma unroll
@@ -169,7 +195,6 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
       }
     }
     __syncthreads();
-
     const int64_t line = int64_t(frame) * a.tile_rows + first_row + step;
     T* v = static_cast<T*>(a.v) + (line * a.tiles_across + first_tile) * a.channels;
     for (int item = threadIdx.x; item < items; item += kThreads) {
@@ -185,6 +210,7 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
       transform_pair<T, 1, kWidth, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
       transform_pair<T, 2, kWidth, kColumns, kPitch * 16>(rows, v + 4 * item, a.component_stride);
     }
+    keep_strip<kVectors, kColumns>(a, strip, frame, first_row, top, left, ring, held);
     if (step + 1 < steps) __syncthreads();
   }
 }
@@ -204,8 +230,8 @@ int launch_input(const WinogradInputArguments& a, int frames, cudaStream_t strea
 // Wide strips where shared memory still holds several blocks of them.
 template <typename T, int kTileColumns>
 int winograd_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
-  if (a.channels <= 256) return launch_input<T, kTileColumns, 1, 4, 4>(a, frames, stream);
-  if (a.channels <= 512) return launch_input<T, kTileColumns, 2, 2, 2>(a, frames, stream);
+  if (a.channels <= 256) return launch_input<T, kTileColumns, 1, 4, 7>(a, frames, stream);
+  if (a.channels <= 512) return launch_input<T, kTileColumns, 2, 2, 4>(a, frames, stream);
   return launch_input<T, kTileColumns, 4, 1, 1>(a, frames, stream);
 }
 
@@ -218,8 +244,8 @@ int winograd_input(const WinogradInputArguments& a, int tile_columns, int frames
 }  // namespace wan
 
 WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const void* x, const void* above,
-                                  const void* below, const void* history, const float* gamma, void* v, int dtype,
-                                  int device, cudaStream_t stream) {
+                                  const void* below, const void* history, const float* gamma, void* v,
+                                  void* next_history, int dtype, int device, cudaStream_t stream) {
   const WinogradInputProblem& p = *problem;
   if (p.channels < 8 || p.channels % 8 || p.channels > 1024) {
     return wan::fail("winograd_input: %d channels are not a multiple of 8 up to 1024", p.channels);
@@ -234,7 +260,7 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
   }
   if (p.tile_rows > 65535 || p.frames > 65533) return wan::fail("winograd_input: %d frames in one launch", p.frames);
   if (p.halo && (above == nullptr || below == nullptr)) return wan::fail("winograd_input: halo rows are missing");
-  const void* pointers[] = {x, above, below, history, gamma, v};
+  const void* pointers[] = {x, above, below, history, gamma, v, next_history};
   for (const void* pointer : pointers) {
     if (!wan::is_aligned16(pointer)) return wan::fail("winograd_input: every pointer must be aligned to 16 bytes");
   }
@@ -248,6 +274,7 @@ WAN_EXPORT int wan_winograd_input(const WinogradInputProblem* problem, const voi
       history,
       gamma,
       v,
+      next_history,
       p.rows,
       p.columns,
       p.channels,

@@ -10,12 +10,12 @@ Environment:
     WAN22_VAE_DECODE_CACHE  folder of the cache (default: $XDG_CACHE_HOME/wan22_vae_decode or ~/.cache/wan22_vae_decode)
     WAN22_VAE_DECODE_ARCH   architecture to build for instead of the device's, for example sm_90a
     CUDA_HOME               searched first for bin/nvcc
-    MAX_JOBS                most compilers at a time (default: one a core, at most one per 4 GiB of free memory)
+    MAX_JOBS                most compilers at a time (default: one a core, at most one per 5 GiB of free memory)
 """
 
-from wan22_vae_decode.jit.arch import arch_of
+from wan22_vae_decode.jit.arch import arch_of, chosen_arch, running_arch
 from wan22_vae_decode.jit.builder import build
 from wan22_vae_decode.jit.errors import BuildError
 from wan22_vae_decode.jit.recipe import Recipe, Unit
 
-__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build"]
+__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build", "chosen_arch", "running_arch"]

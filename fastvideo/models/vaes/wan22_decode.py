@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,38 +10,17 @@ import torch
 import torch.distributed as dist
 from fastvideo.distributed import get_sp_group, model_parallel_is_initialized
 from fastvideo.logger import init_logger
+from fastvideo.models.vaes.wan22_host_frames import collect
 from fastvideo.models.vaes.wanvae import AutoencoderKLWan as UpstreamAutoencoderKLWan
 
-from wan22_vae_decode import (
-    CommunicationError,
-    DecodeError,
-    Decoder,
-    InputError,
-    PeerError,
-    why_not,
-)
-from wan22_vae_decode.signature import signature
+from wan22_vae_decode import CommunicationError, DecodeError, InputError, PeerError
+from wan22_vae_decode.geometry import video_shape
+from wan22_vae_decode.log import without_figures
+from wan22_vae_decode.module_decoder import ModuleDecoder, Source
 
 logger = init_logger(__name__)
 
 UPSTREAM_PATH = "FastVideo"
-
-
-class _Prepared:
-    """The decoder of one module, and what it was made from; copies of the module start without."""
-
-    def __init__(self) -> None:
-        self.drop()
-
-    def drop(self) -> None:
-        self.decoder: Decoder | None = None
-        self.source: tuple[tuple, dict[str, Any]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
-        return _Prepared()
-
-    def __reduce__(self) -> tuple[Callable[[], _Prepared], tuple[()]]:
-        return _Prepared, ()
 
 
 class AutoencoderKLWan(UpstreamAutoencoderKLWan):
@@ -61,7 +39,7 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         if check is not None:
             check()
         super().__init__(config)
-        self._prepared = _Prepared()
+        self._prepared = ModuleDecoder()
         self._report = {"decode_path": "", "decode_reason": ""}
         self._reasons_given: set[str] = set()
 
@@ -83,46 +61,53 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
 
         The writer must be the first of its sequence-parallel group. All ranks call it.
         """
-        if self._tiles_over_ranks():
-            video = self._decode_to(z, "all")
-        elif self._parallel_group() is not None:
-            video = self._decode_to(z, 0)
-        else:
-            video = self.decode(z) if is_writer else None
-        return video if is_writer else None
+        return self._on_first_rank(z, is_writer, as_frames=False)
+
+    def frames_on_first_rank(self, z: torch.Tensor, *, is_writer: bool) -> torch.Tensor | None:
+        """As ``decode_on_first_rank``, for a file: the video in [0, 1] whose 255-fold, truncated, is the file's.
+
+        The kernels quantise it themselves and hand it over pass by pass: it is then in steps of 1/255, in host memory,
+        and never as a whole on the GPU. Upstream's decode leaves it where it computes it. The writer's choice between
+        this method and the other holds for all ranks.
+        """
+        return self._on_first_rank(z, is_writer, as_frames=True)
 
     def decode_report(self) -> dict[str, str]:
         """``decode_path`` and ``decode_reason`` of the last decode on this rank, for the stage log."""
         return dict(self._report)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AutoencoderKLWan:
-        # A module that leaves the device must not leave its prepared weights behind there.
-        before = self._placement()
-        result = super()._apply(fn, recurse)
-        if self._placement() != before:
-            self._prepared.drop()
-        return result
-
-    def _placement(self) -> tuple[torch.device, torch.dtype]:
-        weight = self.post_quant_conv.weight
-        return weight.device, weight.dtype
+        with self._prepared.following(self):
+            return super()._apply(fn, recurse)
 
     # Routing
 
-    def _decode_to(self, z: torch.Tensor, to: int | Literal["all"]) -> torch.Tensor | None:
-        """Decodes by the kernels or else by upstream; None on ranks that ``to`` leaves out."""
+    def _on_first_rank(self, z: torch.Tensor, is_writer: bool, as_frames: bool) -> torch.Tensor | None:
+        if self._tiles_over_ranks():
+            video = self._decode_to(z, "all", as_frames)
+        elif self._parallel_group() is not None:
+            video = self._decode_to(z, 0, as_frames)
+        else:
+            video = self._decode_to(z, "all", as_frames) if is_writer else None
+        return video if is_writer else None
+
+    def _decode_to(self, z: torch.Tensor, to: int | Literal["all"], as_frames: bool = False) -> torch.Tensor | None:
+        """Decodes by the kernels or else by upstream, to [-1, 1] or ``as_frames`` to [0, 1]; None on ranks that ``to``
+        leaves out.
+        """
         group = self._parallel_group()
         reason, source = self._survey(z, group)
-        current = self._prepared.source == source
+        current = self._prepared.is_current(source)
         if group is not None:
             # All ranks take the same path, and prepare anew together if one of them has to.
-            answers = _gathered((reason, current), group)
-            reason = _first_reason([theirs for theirs, _ in answers], group.rank_in_group)
-            current = all(theirs for _, theirs in answers)
+            answers = _gathered((reason, current, as_frames), group)
+            reason = _first_reason([theirs for theirs, _, _ in answers], group.rank_in_group)
+            current = all(theirs for _, theirs, _ in answers)
+            as_frames = answers[0][2]
         if reason is None:
             assert source is not None
             try:
-                return self._decode_by_kernels(z, to, source, current)
+                return self._decode_by_kernels(z, to, as_frames, source, current)
             except (InputError, PeerError) as error:
                 reason = str(error)
             except (DecodeError, torch.OutOfMemoryError) as error:
@@ -135,65 +120,33 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         self._note_upstream(reason, group)
         if group is not None and to != "all" and group.rank_in_group != to:
             return None
-        return super().decode(z)
+        video = super().decode(z)
+        return (video / 2 + 0.5).clamp(0, 1) if as_frames else video
 
-    def _survey(self, z: torch.Tensor, group: Any) -> tuple[str | None, tuple[tuple, dict[str, Any]] | None]:
+    def _survey(self, z: torch.Tensor, group: Any) -> tuple[str | None, Source | None]:
         """The reason for upstream's decode as far as this rank can tell without preparing anything, or else what a
-        decoder has to be made from: the weights as they are now, and the options.
+        decoder has to be made from.
         """
-        try:
-            reason = self._why_not(z)
-            contents = signature(self._weights()) if reason is None else ()
-        except torch.OutOfMemoryError as error:
-            return str(error), None
-        except RuntimeError as error:  # a rank that raised here alone would leave the others waiting
-            return f"the weights cannot be examined ({error})", None
-        if reason is not None:
-            return reason, None
-        config = self.config
-        options = {
-            "device": z.device,
-            "dtype": config.decode_dtype,
-            "backend": self._backend(),
-            "frames_per_pass": config.decode_frames_per_pass,
-            "group": group,
-        }
-        return None, (contents, options)
-
-    def _why_not(self, z: torch.Tensor) -> str | None:
         config = self.config
         if not self._kernel_wanted():
-            return "decode_kernel is off"
+            return "decode_kernel is off", None
         if not config.is_residual or config.patch_size != 2:
-            return f"the kernels are for the Wan2.2 TI2V-5B VAE; this is another one (z_dim {config.z_dim})"
+            return f"the kernels are for the Wan2.2 TI2V-5B VAE; this is another one (z_dim {config.z_dim})", None
         if config.use_light_vae:
-            return "use_light_vae changes the rule for the first frame"
+            return "use_light_vae changes the rule for the first frame", None
         if not self.use_feature_cache:
-            return "use_feature_cache=False decodes in tiles, which changes the pixels"
-        device, _ = self._placement()
-        if z.device != device:
-            return f"latents are on {z.device}, but the VAE is on {device}; move one of them"
-        if torch.is_grad_enabled() and (z.requires_grad or self._decoder_learns()):
-            return "gradients may be needed; decode under torch.no_grad() for the fast path"
-        return why_not(self._weights(), device=z.device, dtype=config.decode_dtype, backend=self._backend())
+            return "use_feature_cache=False decodes in tiles, which changes the pixels", None
+        return self._prepared.survey(
+            self,
+            z,
+            dtype=config.decode_dtype,
+            backend=config.decode_backend,
+            frames_per_pass=config.decode_frames_per_pass,
+            group=group,
+        )
 
     def _kernel_wanted(self) -> bool:
         return bool(getattr(self.config, "decode_kernel", False))
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The state dict under its own names, also where a part has been wrapped by torch.compile."""
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in self.state_dict().items()}
-
-    def _decoder_learns(self) -> bool:
-        return any(
-            parameter.requires_grad
-            for name, parameter in self.named_parameters()
-            if name.startswith(("post_quant_conv.", "decoder."))
-        )
-
-    def _backend(self) -> str:
-        # Reference ops would be no faster than upstream: only somebody who names them wants them.
-        return "cuda" if self.config.decode_backend == "auto" else self.config.decode_backend
 
     def _tiles_over_ranks(self) -> bool:
         """True if upstream's decode is one that exchanges tiles, so that no rank may leave it out."""
@@ -208,18 +161,21 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
         return group if group.world_size > 1 else None
 
     def _decode_by_kernels(
-        self, z: torch.Tensor, to: int | Literal["all"], source: tuple[tuple, dict[str, Any]], current: bool
+        self, z: torch.Tensor, to: int | Literal["all"], as_frames: bool, source: Source, current: bool
     ) -> torch.Tensor | None:
-        prepared = self._prepared
-        if not current:
-            prepared.drop()  # before the new weights need the memory
-            prepared.decoder = Decoder.from_state_dict(self._weights(), **source[1])
-            prepared.source = source
-        decoder, group = prepared.decoder, source[1]["group"]
-        assert decoder is not None
-        video = decoder.decode(z.detach(), to=to)
-        ranks = [] if group is None else [f"{group.world_size} ranks"]
-        path = ", ".join(["wan22_vae_decode", decoder.backend, str(decoder.dtype).removeprefix("torch."), *ranks])
+        decoder, group = self._prepared.prepare(self, source, anew=not current), source.options["group"]
+        latents = z.detach()
+        if as_frames:
+            batch, _, frames, rows, cols = latents.shape
+            receives = group is None or to in ("all", group.rank_in_group)
+            passes = decoder.stream(latents, torch.uint8, to=to, on_host=True)
+            video = collect(passes, video_shape(batch, frames, rows, cols) if receives else (batch, 3, 0, rows, cols))
+        else:
+            video = decoder.decode(latents, to=to)
+        parts = ["wan22_vae_decode", decoder.backend, str(decoder.dtype).removeprefix("torch.")]
+        parts += [f"{group.world_size} ranks"] if group is not None else []
+        parts += ["uint8 to the host"] if as_frames else []
+        path = ", ".join(parts)
         if not current:
             logger.info("Decoding with %s.", path)
         self._report = {"decode_path": path, "decode_reason": "decode_kernel is on"}
@@ -233,7 +189,7 @@ class AutoencoderKLWan(UpstreamAutoencoderKLWan):
     def _note_upstream(self, reason: str | None, group: Any) -> None:
         self._report = {"decode_path": UPSTREAM_PATH, "decode_reason": str(reason)}
         # Without its figures, since the free memory differs every time.
-        kind = re.sub(r"[\d.]+", "", str(reason))
+        kind = without_figures(str(reason))
         if not self._kernel_wanted() or kind in self._reasons_given:
             return
         self._reasons_given.add(kind)

@@ -36,11 +36,14 @@ UNSUPPORTED = (
 )
 
 
-def check_request(request: Any) -> None:
+def check_request(request: Any) -> PIL.Image.Image | None:
     """Checks a sampling parameter set or a forward batch.
 
     Args:
         request: anything with FastVideo's sampling fields (height, width, num_frames, num_inference_steps, ...).
+
+    Returns:
+        The first-frame image, which had to be decoded to be checked, or None.
 
     Raises:
         ValueError: a field is out of range or not supported; the message says which and what to give instead.
@@ -71,10 +74,10 @@ def check_request(request: Any) -> None:
     for name in UNSUPPORTED:
         if getattr(request, name, None):
             raise ValueError(f"PAN2 has no {name}: leave it out.")
-    _check_conditioning(request)
+    return _first_frame(request)
 
 
-def _check_conditioning(request: Any) -> None:
+def _first_frame(request: Any) -> PIL.Image.Image | None:
     for name in ("video_path", "last_image", "references"):
         if getattr(request, name, None):
             raise ValueError(f"PAN2 has no {name}: leave it out; image_path or pil_image give the first frame.")
@@ -82,9 +85,10 @@ def _check_conditioning(request: Any) -> None:
     if path is not None and image is not None:
         raise ValueError("Both image_path and pil_image are given: PAN2 takes one first-frame image.")
     if path is not None:
-        load_image(path)
+        return load_image(path)
     if image is not None and not isinstance(image, PIL.Image.Image):
         raise ValueError(f"pil_image is a {type(image).__name__}: give a PIL image, or the file's path as image_path.")
+    return image
 
 
 def load_image(path: str | os.PathLike[str]) -> PIL.Image.Image:

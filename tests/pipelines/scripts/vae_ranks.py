@@ -25,7 +25,7 @@ from fastvideo.models.vaes.wan22_decode import AutoencoderKLWan
 from forked_ranks import run_forked
 from vae_tiny import tiny_latents, tiny_vae
 
-from wan22_vae_decode import Decoder, OutOfMemoryError, weights
+from wan22_vae_decode import Decoder, OutOfMemoryError, module_decoder, weights
 from wan22_vae_decode.backends.torch import TorchBackend
 
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
@@ -60,11 +60,15 @@ class Rank:
         """``mock.patch.object`` on the last rank, nothing on the others."""
         return mock.patch.object(*arguments, **options) if self.is_last else contextlib.nullcontext()
 
-    def decode(self, name: str, vae: Any, z: torch.Tensor, only_first: bool = False) -> None:
+    def decode(self, name: str, vae: Any, z: torch.Tensor, only_first: bool = False, frames: bool = False) -> None:
         video, error, start = None, None, time.monotonic()
         try:
             with torch.no_grad():
-                video = vae.decode_on_first_rank(z, is_writer=self.is_first) if only_first else vae.decode(z)
+                if frames and self.is_first:
+                    # The others follow the writer, whatever was asked of them.
+                    video = vae.frames_on_first_rank(z, is_writer=True)
+                else:
+                    video = vae.decode_on_first_rank(z, is_writer=self.is_first) if only_first else vae.decode(z)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         self.outcomes[name] = {
@@ -98,6 +102,7 @@ def run(rank: Rank) -> None:
     rank.decode("long", vae, long)
     rank.decode("short", vae, short)
     rank.decode("only the first", vae, short, only_first=True)
+    rank.decode("frames, only the first", vae, short, only_first=True, frames=True)
     rank.decode("one row", vae, tiny_latents(frames=2, rows=1))
     rank.decode("one row, only the first", vae, tiny_latents(frames=2, rows=1), only_first=True)
 
@@ -124,8 +129,8 @@ def run(rank: Rank) -> None:
 
     out_of_memory = torch.OutOfMemoryError("CUDA out of memory")
     faults: dict[str, tuple] = {
-        "no kernels": (wan22_decode, "why_not", lambda *_, **__: "no kernels for this GPU"),
-        "no memory to look at the weights": (wan22_decode, "signature", raising(out_of_memory)),
+        "no kernels": (module_decoder, "why_not", lambda *_, **__: "no kernels for this GPU"),
+        "no memory to look at the weights": (module_decoder, "signature", raising(out_of_memory)),
         "no memory to prepare": (weights, "prepare", raising(out_of_memory)),
         "no memory for a pass": (TorchBackend, "reserve", raising(OutOfMemoryError("full"))),
     }

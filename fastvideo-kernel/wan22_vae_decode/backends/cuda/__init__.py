@@ -30,6 +30,7 @@ from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.backends.cuda import library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
+from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.errors import BackendUnavailableError
 from wan22_vae_decode.jit.toolchain import driver_version, find_toolchain
 
@@ -45,8 +46,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in library.ELEMENTS:
         return f"the CUDA kernels compute in float16 or bfloat16, not {dtype}"
     try:
-        arch = jit.arch_of(torch.cuda.get_device_capability(device))
-        library.recipe(arch)
+        arch = jit.running_arch(torch.cuda.get_device_capability(device))
         find_toolchain(arch, driver_version())
     except jit.BuildError as error:
         return str(error)
@@ -70,9 +70,10 @@ def _create(index: int, dtype: torch.dtype, arch_override: str | None) -> CudaBa
     # A failure is remembered too: trying again would build again.
     device = torch.device("cuda", index)
     try:
-        built = library.load(jit.arch_of(torch.cuda.get_device_capability(device)))
+        arch = jit.running_arch(torch.cuda.get_device_capability(device))
+        built = library.load(arch)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        backend = CudaBackend(device, dtype, Kernels(built.launch, multiprocessors))
+        backend = CudaBackend(device, dtype, Kernels(built.launch, TARGETS[arch], multiprocessors))
         selftest.require(backend, built.folder)
     except BackendUnavailableError as error:
         return str(error)

@@ -38,13 +38,15 @@ class Padded(NamedTuple):
 class Deferred(NamedTuple):
     """A Winograd conv's input before its transform, which works through it band by band: what `winograd_input` reads.
 
-    ``version`` is torch's count of writes to ``x`` at the time, so that a later write is noticed.
+    The conv also writes ``next_history``, in plain form: as components it would take 2.25 times as much. ``version`` is
+    torch's count of writes to ``x`` at the time, so that a later write is noticed.
     """
 
     x: Tensor
     norm: Tensor | None
     history: Tensor | None
     halo: Halo | None
+    next_history: Tensor
     version: int
 
 
@@ -153,26 +155,11 @@ class CudaBackend(Backend):
         halo: Halo | None,
         conv: Conv | WinogradConv | Head,
     ) -> tuple[Padded | Deferred, Tensor]:
-        if isinstance(conv, WinogradConv):
-            return Deferred(x, norm, history, halo, _version(x)), self._next_history(x, norm, history, halo)
-        return self._padded(x, norm, history, halo)
-
-    def _next_history(self, x: Tensor, norm: Tensor | None, history: Tensor | None, halo: Halo | None) -> Tensor:
-        """The last two frames of history and ``x``, in plain form: as components they would take 2.25 times as much."""
-        batch, frames, rows, cols, channels = x.shape
+        if not isinstance(conv, WinogradConv):
+            return self._padded(x, norm, history, halo)
+        batch, _, rows, cols, channels = x.shape
         kept = x.new_empty(batch, 2, rows + (2 if halo else 0), cols, channels)
-        new = min(2, frames)
-        for item in range(batch):
-            self.kernels.pad(
-                x[item, frames - new :],
-                norm,
-                silu=True,
-                out=kept[item],
-                history_frames=2 - new,
-                history=None if history is None or new == 2 else history[item, new:],
-                halo=None if halo is None else Halo(*(rim[item, frames - new :] for rim in halo)),
-            )
-        return kept
+        return Deferred(x, norm, history, halo, kept, _version(x)), kept
 
     def _padded(
         self, x: Tensor, norm: Tensor | None, history: Tensor | None, halo: Halo | None
@@ -230,7 +217,9 @@ class CudaBackend(Backend):
                 tiles = tile_rows * across
                 components = _leading(component_scratch, count, frames + 2, tile_rows, across, c_in)
                 products = _leading(product_scratch, count, frames, tile_rows, across, c_out)
-                self.kernels.winograd_input(source[item], x.norm, history, _halo_of(x.halo, item), first, components)
+                self.kernels.winograd_input(
+                    source[item], x.norm, history, _halo_of(x.halo, item), first, components, x.next_history[item]
+                )
                 # Windows of three frames: tiles of all frames are adjacent, a tap is a frame away.
                 windows = components.as_strided(
                     (count, frames * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1)

@@ -3,6 +3,8 @@
 
 import torch
 
+from wan22_vae_decode.backends.cuda.targets import Target
+
 WINOGRAD_COLUMNS = {1: 3, 2: 4, 3: 4}
 """Levels whose 3x3x3 convs run in Winograd form -> columns of a tile: what keeps a decode within 2 dB of direct convs.
 The errors of a level go through all levels above it, while the time that it saves grows with its pixels.
@@ -19,11 +21,6 @@ UPSAMPLE_PRODUCTS_CHANNELS = 2048
 additional differences and products in memory only with their number. At the decoder's 1024 it would save 20 ms of 121
 frames and cost 0.2 dB, per millisecond more than Winograd at level 1 does."""
 
-TILE_M = 128
-
-# Columns of a tile -> its time per K step, relative: the narrow tile reads A twice as often for its products.
-TILE_COST = {256: 1.0, 128: 0.56}
-
 SCRATCH_BYTES = 512 << 20
 """Most bytes that an op's temporaries between two kernels take, where an op can work through frames."""
 
@@ -31,15 +28,15 @@ ATTENTION_FRAMES = 8
 """Frames whose score matrices exist at a time."""
 
 
-def tile_n(m: int, n: int, batch: int, multiprocessors: int) -> int:
+def tile_n(target: Target, m: int, n: int, batch: int, multiprocessors: int) -> int:
     """Columns of the GEMM tile that finishes an m x n x batch problem first: whole waves times a tile's cost."""
 
     def cost(columns: int) -> float:
-        # Tiles of a cluster of two share a wave, so rows count in pairs.
-        pairs = -(-m // (2 * TILE_M)) * -(-n // columns) * batch
-        return -(-pairs // max(1, multiprocessors // 2)) * TILE_COST[columns]
+        # The tiles of a pair of SMs share a wave, so rows count in pairs.
+        pairs = -(-m // (2 * target.tile_m)) * -(-n // columns) * batch
+        return -(-pairs // max(1, multiprocessors // 2)) * target.tile_cost[columns]
 
-    return min(TILE_COST, key=cost)
+    return min(target.tile_cost, key=cost)
 
 
 def winograd_columns(level: int, c_in: int, split_rows: bool) -> int:

@@ -24,6 +24,7 @@ from wan22_vae_decode.backends.cuda.library import (
     WinogradInputProblem,
     WinogradOutputProblem,
 )
+from wan22_vae_decode.backends.cuda.targets import Target
 
 Launch = Callable[[str, tuple, Tensor], None]
 
@@ -33,18 +34,20 @@ class Kernels:
 
     Args:
         launch: enqueues a launcher by name, see `Library.launch`.
+        target: the architecture that the kernels are built for.
         multiprocessors: of the device, for the choice of tiles.
         tile: columns of every GEMM tile; None chooses by size.
     """
 
-    def __init__(self, launch: Launch, multiprocessors: int, tile: int | None = None) -> None:
+    def __init__(self, launch: Launch, target: Target, multiprocessors: int, tile: int | None = None) -> None:
         self._launch = launch
+        self.target = target
         self._multiprocessors = multiprocessors
         self._tile = tile
 
     def with_tile(self, columns: int) -> "Kernels":
         """The same kernels with one fixed tile."""
-        return Kernels(self._launch, self._multiprocessors, columns)
+        return Kernels(self._launch, self.target, self._multiprocessors, columns)
 
     def conv3d(
         self,
@@ -76,7 +79,7 @@ class Kernels:
             *pad_rows,
             *pad_cols,
         )
-        tile = self._tile or heuristics.tile_n(pixels, c_out, 1, self._multiprocessors)
+        tile = self._tile or heuristics.tile_n(self.target, pixels, c_out, 1, self._multiprocessors)
         self._launch(f"wan_conv3d_{ELEMENTS[x.dtype]}", (problem, x, weight, bias, residual, out, tile), out)
 
     def tap_gemm(self, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
@@ -97,7 +100,7 @@ class Kernels:
             *(out.stride(1), out.stride(0)),
             *(m, n, channels, taps, batch),
         )
-        tile = self._tile or heuristics.tile_n(m, n, batch, self._multiprocessors)
+        tile = self._tile or heuristics.tile_n(self.target, m, n, batch, self._multiprocessors)
         self._launch(f"wan_tap_gemm_{ELEMENTS[a.dtype]}", (problem, a, b, bias, residual, out, tile), out)
 
     def pad(
@@ -139,6 +142,7 @@ class Kernels:
         halo: Halo | None,
         first_tile_row: int,
         components: Tensor,
+        next_history: Tensor,
     ) -> None:
         """Components of F(4 x 4 or 3, 3x3) of a causal conv's input, for a range of rows of tiles.
 
@@ -150,6 +154,7 @@ class Kernels:
             first_tile_row: the first of the range; a tile has four rows.
             components: [36 or 30, 2 + T, tile rows of the range, ceil(W / columns), C], written; their number tells
                 the columns of a tile.
+            next_history: like ``history``, receives the last two frames of history and x in the range's rows.
         """
         frames, rows, cols, channels = x.shape
         problem = WinogradInputProblem(
@@ -157,7 +162,7 @@ class Kernels:
             *(winograd.columns(len(components)), first_tile_row, components.shape[2]),
         )
         above, below = halo or (None, None)
-        arguments = (problem, x, above, below, history, norm, components, DTYPES[x.dtype])
+        arguments = (problem, x, above, below, history, norm, components, next_history, DTYPES[x.dtype])
         self._launch("wan_winograd_input", arguments, components)
 
     def winograd_output(

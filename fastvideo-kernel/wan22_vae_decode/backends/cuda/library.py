@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wan22_vae_decode import jit
 from wan22_vae_decode.backends.cuda import winograd_matrices
+from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.errors import DecodeError
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
@@ -27,9 +28,6 @@ COMMON = (
     "strided_copy",
 )
 
-# Tensor-core kernels of each architecture, compiled once for every element type.
-TENSOR_CORE = {"sm_90a": ("sm90_conv3d", "sm90_tap_gemm")}
-
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3}
@@ -37,7 +35,7 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3}
 
 
 class Conv3dProblem(ctypes.Structure):
-    """As in sm90_conv3d.cu."""
+    """As in conv3d.cuh."""
 
     _fields_ = [
         *((name, c_int64) for name in ("stride_batch", "stride_frame", "stride_row")),
@@ -48,7 +46,7 @@ class Conv3dProblem(ctypes.Structure):
 
 
 class TapGemmProblem(ctypes.Structure):
-    """As in sm90_tap_gemm.cu."""
+    """As in tap_gemm.cuh."""
 
     _fields_ = [
         *((name, c_int64) for name in ("a_stride_m", "a_stride_tap", "a_stride_batch")),
@@ -118,7 +116,7 @@ def _signatures() -> dict[str, list[type]]:
     pointer = ctypes.POINTER
     signatures: dict[str, list[type]] = {
         "wan_norm_silu_pad": [pointer(PadProblem), *[c_void_p] * 7, c_int],
-        "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 6, c_int],
+        "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 7, c_int],
         "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_differences": [pointer(DifferencesProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_combine": [pointer(UpsampleProblem), *[c_void_p] * 4, c_int],
@@ -132,16 +130,12 @@ def _signatures() -> dict[str, list[type]]:
 
 
 def recipe(arch: str) -> jit.Recipe:
-    """What the library of an architecture is built from. Raises BuildError where there are no kernels for it."""
-    if arch not in TENSOR_CORE:
-        raise jit.BuildError(
-            f"There are no tensor-core kernels for {arch} yet; there are for {', '.join(TENSOR_CORE)}."
-        )
+    """What the library of an architecture is built from."""
     common = tuple(jit.Unit(f"{name}.cu") for name in COMMON)
     # The slow units first, so that ninja starts them first.
     slow = tuple(
         jit.Unit(f"{name}.cu", (f"WAN_{element.upper()}",))
-        for name in TENSOR_CORE[arch]
+        for name in TARGETS[arch].tensor_core
         for element in ELEMENTS.values()
     )
     generated = ((winograd_matrices.NAME, winograd_matrices.header()),)

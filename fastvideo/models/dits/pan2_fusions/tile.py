@@ -20,9 +20,9 @@ def tile_rows(tile, ROWS: tl.constexpr):
 
 @triton.jit
 def load_rows(stream, rows, row_stride, columns, mask):
-    """A tile in fp32 with zeros outside the mask; nothing reads it again."""
+    """A tile in fp32 with zeros outside the mask."""
     pointers = stream + rows * row_stride * GROUP + columns
-    return tl.load(pointers, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    return tl.load(pointers, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from fastvideo.fastvideo_args import FastVideoArgs
-from fastvideo.pipelines.pan2.requests import check_request, load_image
+from fastvideo.pipelines.pan2.requests import check_request
 from fastvideo.pipelines.pipeline_batch_info import ForwardBatch
 from fastvideo.pipelines.stages.base import PipelineStage
 
@@ -17,12 +17,10 @@ class PAN2InputValidationStage(PipelineStage):
 
     def forward(self, batch: ForwardBatch, fastvideo_args: FastVideoArgs) -> ForwardBatch:
         """Raises ValueError for a request that PAN2 cannot serve."""
-        check_request(batch)
+        batch.pil_image = check_request(batch)
         assert batch.seed is not None
         if batch.negative_prompt is None:  # the typed API's default
             batch.negative_prompt = ""
         batch.seeds = [batch.seed + index for index in range(batch.num_videos_per_prompt)]
         batch.generator = [torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds]
-        if batch.image_path is not None:
-            batch.pil_image = load_image(batch.image_path)
         return batch

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a VAE folder in diffusers' layout: ``config.json`` beside one or several ``*.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from wan22_vae_decode.errors import InputError, WeightsError
+
+
+def vae_folder(folder: Path) -> Path:
+    """The folder itself, or its ``vae`` if it is a whole pipeline's.
+
+    Raises:
+        InputError: neither holds a VAE.
+    """
+    for candidate in (folder, folder / "vae"):
+        if any(candidate.glob("*.safetensors")):
+            return candidate
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; --vae names the VAE's folder of a Wan2.2 TI2V-5B checkpoint")
+    raise InputError(f"{folder} holds no *.safetensors, nor does a folder vae in it")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The decoder's tensors, on the CPU.
+
+    Raises:
+        WeightsError: a file is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if name.startswith(("post_quant_conv.", "decoder."))]  # noqa: SIM118
+                tensors |= {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def read_normalisation(folder: Path, channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents' channels, [channels] float64 each.
+
+    Raises:
+        InputError: ``config.json`` does not give them.
+    """
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        mean, std = (torch.tensor(config[name], dtype=torch.float64) for name in ("latents_mean", "latents_std"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"--normalized needs latents_mean and latents_std in {path} ({type(error).__name__}: {error})"
+        ) from error
+    if mean.shape != (channels,) or std.shape != (channels,):
+        raise InputError(f"{path} gives latents_mean and latents_std for other than {channels} channels")
+    return mean, std

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and their checks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+import torch
+
+from wan22_vae_decode import backends, memory
+from wan22_vae_decode.decoder import DTYPES
+from wan22_vae_decode.errors import BackendUnavailableError, InputError
+from wan22_vae_decode.geometry import FRAMES_PER_LATENT, SPATIAL
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cuda, cuda:1, cpu and so on (default: cuda where there is one)")
+
+
+def add_decoder(parser: argparse.ArgumentParser) -> None:
+    """How to decode."""
+    add_device(parser)
+    parser.add_argument(
+        "--backend",
+        choices=("auto", *backends.NAMES),
+        default="auto",
+        help="cuda: this package's kernels; torch: reference ops on any device; auto: the first that runs",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="compute type (default: float16 on CUDA, float32 elsewhere)",
+    )
+    parser.add_argument(
+        "--frames-per-pass",
+        type=frames_per_pass,
+        default=4,
+        metavar="N",
+        help=f"latent frames of a pass, 1 to {memory.MAX_FRAMES}, or auto for what memory allows (default: 4)",
+    )
+
+
+def add_size(parser: argparse.ArgumentParser, gpu: str, cpu: str) -> None:
+    """The size of a video and of random weights; both are small without a GPU."""
+    parser.add_argument(
+        "--size", type=size, metavar="HxWxF", help=f"rows, columns and frames of the video (default: {gpu}; CPU: {cpu})"
+    )
+    parser.add_argument(
+        "--channels", type=positive, help="decoder_base_dim of random weights (default: the released 256; CPU: 16)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random weights and latents (default: 0)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def device(name: str | None) -> torch.device:
+    """The device that ``--device`` means.
+
+    Raises:
+        InputError: it names none.
+        BackendUnavailableError: CUDA is asked for where torch sees no device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name} is no torch device") from error
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise BackendUnavailableError(
+                "torch sees no CUDA device: see `wan22-vae-decode doctor`, or use --device cpu"
+            )
+        if chosen.index is not None and chosen.index >= count:
+            raise InputError(f"--device {name}: there are {count} CUDA devices, counted from 0")
+    return chosen
+
+
+def frames_per_pass(text: str) -> int | Literal["auto"]:
+    """``--frames-per-pass``."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or not 1 <= int(text) <= memory.MAX_FRAMES:
+        raise argparse.ArgumentTypeError(f"{text} is neither auto nor from 1 to {memory.MAX_FRAMES}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+    return int(text)
+
+
+def size(text: str) -> tuple[int, int, int]:
+    """``--size``: rows and columns, multiples of 16, and frames, 4k + 1."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is no ROWSxCOLUMNSxFRAMES, for example 704x1248x121")
+    rows, cols, frames = map(int, parts)
+    if rows < 1 or cols < 1 or rows % SPATIAL or cols % SPATIAL:
+        raise argparse.ArgumentTypeError(f"{text}: rows and columns must be multiples of {SPATIAL}")
+    if frames % FRAMES_PER_LATENT != 1:
+        raise argparse.ArgumentTypeError(f"{text}: frames must be one more than a multiple of {FRAMES_PER_LATENT}")
+    return rows, cols, frames
+
+
+def latents_shape(video: tuple[int, int, int], channels: int) -> tuple[int, int, int, int, int]:
+    """[1, z, T, H, W] of the latents of a video of so many rows, columns and frames."""
+    rows, cols, frames = video
+    return 1, channels, (frames - 1) // FRAMES_PER_LATENT + 1, rows // SPATIAL, cols // SPATIAL

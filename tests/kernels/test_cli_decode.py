@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`decode`: the file holds the decoder's frames, whole or not at all."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from wan22_vae_decode import Decoder
+from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.cli.video_file import VideoFile
+
+
+@pytest.fixture
+def z(latents):
+    return latents(3, 2, 3).float()
+
+
+@pytest.fixture
+def saved(z, tmp_path):
+    """The latents in a file of each kind."""
+    save_file({"latents": z, "noise": z + 1}, tmp_path / "z.safetensors")
+    save_file({"z": z}, tmp_path / "only.safetensors")
+    torch.save(z[0], tmp_path / "z.pt")
+    torch.save({"latents": z, "step": 3}, tmp_path / "named.pth")
+    np.save(tmp_path / "z.npy", z.numpy())
+    return tmp_path
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A folder that holds results and nothing else."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def frames_of(path):
+    """[F, H, W, 3] of a video file."""
+    reader = imageio_ffmpeg.read_frames(str(path))
+    cols, rows = next(reader)["size"]
+    return torch.stack([torch.frombuffer(bytearray(frame), dtype=torch.uint8).view(rows, cols, 3) for frame in reader])
+
+
+def expected(state_dict, z):
+    """[F, H, W, 3] of the decoder."""
+    return (
+        Decoder.from_state_dict({k: v.float() for k, v in state_dict.items()})
+        .decode(z, torch.uint8)[0]
+        .permute(1, 2, 3, 0)
+    )
+
+
+def assert_close(actual, wanted):
+    """Up to what a lossless encoder loses by its colour space and halved chroma."""
+    assert actual.shape == wanted.shape
+    actual, wanted = (frames.float().unfold(1, 4, 4).unfold(2, 4, 4).mean((-1, -2)) for frames in (actual, wanted))
+    assert (actual - wanted).abs().mean() < 8
+
+
+@pytest.mark.parametrize("name", ["z.safetensors", "only.safetensors", "z.pt", "named.pth", "z.npy"])
+def test_file_holds_the_decoder_s_frames(name, cli, saved, vae_folder, state_dict, z, out):
+    ended = cli("decode", saved / name, "--vae", vae_folder, "-o", out / "v.mp4", "--crf", 0, "--device", "cpu")
+    assert ended.status == 0
+    assert ended.out.startswith(f"{out / 'v.mp4'}: 9 frames of 32x48 in ")
+    assert ended.out.endswith(" s (torch, float32)\n")
+    assert [path.name for path in out.iterdir()] == ["v.mp4"]
+    assert_close(frames_of(out / "v.mp4"), expected(state_dict, z))
+
+
+def test_key_chooses_a_tensor_and_json_tells_what_was_written(cli, saved, vae_folder, state_dict, z, out):
+    options = ("--key", "noise", "--fps", 12.5, "--crf", 0, "--frames-per-pass", 1, "--json", "--device", "cpu")
+    ended = cli("decode", saved / "z.safetensors", "--vae", vae_folder.parent, "-o", out / "v.mkv", *options)
+    report = json.loads(ended.out)
+    assert report.pop("seconds") >= 0
+    size = {"frames": 9, "height": 32, "width": 48}
+    assert report == {"file": str(out / "v.mkv"), **size, "backend": "torch", "dtype": "float32"}
+    assert next(imageio_ffmpeg.read_frames(str(out / "v.mkv")))["fps"] == 12.5
+    assert_close(frames_of(out / "v.mkv"), expected(state_dict, z + 1))
+
+
+def test_normalized_latents_are_denormalised_by_the_config(cli, saved, vae_folder, state_dict, z, out):
+    ended = cli(
+        "decode",
+        saved / "z.npy",
+        "--vae",
+        vae_folder,
+        "-o",
+        out / "v.mp4",
+        "--crf",
+        0,
+        "--normalized",
+        "--device",
+        "cpu",
+    )
+    assert ended.status == 0
+    config = json.loads((vae_folder / "config.json").read_text())
+    mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    assert_close(frames_of(out / "v.mp4"), expected(state_dict, z * std + mean))
+
+
+def test_quality_is_crf_s(cli, saved, vae_folder, out):
+    sizes = []
+    for crf in (0, 40):
+        file = out / f"{crf}.mp4"
+        cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", file, "--crf", crf, "--device", "cpu")
+        sizes.append(file.stat().st_size)
+    assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_terminal_gets_a_progress_bar_or_the_reason_why_not(with_rich, cli, saved, vae_folder, out, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    ended = cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert ended.status == 0
+    if with_rich:
+        assert "decoding" in ended.err
+        assert "100%" in ended.err
+    else:
+        assert ended.err == "the progress bar needs rich: pip install 'wan22-vae-decode[cli]'\n"
+
+
+# Refusals before anything is decoded
+
+
+def refused(cli, *arguments):
+    ended = cli("decode", *arguments)
+    assert ended.status == 2
+    assert not ended.out
+    (line,) = ended.err.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_outputs_that_cannot_be(cli, saved, vae_folder, out):
+    def refusal(path):
+        return refused(cli, saved / "z.npy", "--vae", vae_folder, "-o", path, "--device", "cpu")
+
+    assert refusal(out / "v.gif") == f"{out / 'v.gif'} must end in .mp4, .mkv, .mov"
+    assert refusal(out / "absent" / "v.mp4").startswith(f"{out / 'absent' / 'v.mp4'} cannot be written")
+    (out / "folder.mp4").mkdir()
+    assert refusal(out / "folder.mp4") == f"{out / 'folder.mp4'} cannot be written: it is a folder"
+
+
+@pytest.mark.parametrize("module", ["numpy", "imageio_ffmpeg"])
+def test_missing_extra(module, cli, saved, vae_folder, out, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    line = refused(cli, saved / "z.pt", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line == f"writing a video needs {module}: pip install 'wan22-vae-decode[cli]'"
+
+
+def test_latents_that_cannot_be_read(cli, saved, vae_folder, out):
+    def refusal(name, *options):
+        return refused(
+            cli, saved / name, "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu", *options
+        ).replace(str(saved / name), "FILE")
+
+    assert refusal("absent.npy") == "there is no file FILE"
+    (saved / "z.bin").write_bytes(b"")
+    assert refusal("z.bin") == "FILE is none of .safetensors, .pt, .pth, .npy"
+    for kind in ("safetensors", "pt", "npy"):
+        for content in (b"", b"nothing of the kind", (saved / f"z.{kind}").read_bytes()[:-40]):
+            (saved / f"damaged.{kind}").write_bytes(content)
+            assert refusal(f"damaged.{kind}").startswith(f"FILE cannot be read as {kind}: ")
+    assert refusal("z.safetensors", "--key", "y") == ("FILE holds no tensor y, but latents, noise; --key chooses one")
+    assert refusal("z.npy", "--key", "y") == "FILE holds one tensor without a name; leave --key out"
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, saved / "several.safetensors")
+    assert refusal("several.safetensors") == "FILE holds no tensor latents, but a, b; --key chooses one"
+    torch.save([1, 2], saved / "list.pt")
+    assert refusal("list.pt") == "FILE holds no tensor latents, but no tensor; --key chooses one"
+    torch.save(os.system, saved / "code.pt")
+    assert refusal("code.pt").startswith("FILE cannot be read as pt: ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ((3, 2), "FILE holds [3, 2]; latents are [z, T, H, W] or [1, z, T, H, W]"),
+        ((2, 4, 3, 2, 3), "FILE holds latents of 2 videos; decode takes those of one"),
+        ((1, 5, 3, 2, 3), "latents have 5 channels, but this decoder takes 4"),
+        ((1, 4, 0, 2, 3), "latents have no frames"),
+    ],
+)
+def test_latents_of_wrong_shape(shape, sentence, cli, vae_folder, tmp_path, out):
+    file = tmp_path / "z.npy"
+    np.save(file, np.zeros(shape, dtype=np.float32))
+    line = refused(cli, file, "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line.replace(str(file), "FILE") == sentence
+    assert not list(out.iterdir())
+
+
+def test_latents_that_are_integers(cli, vae_folder, tmp_path, out):
+    np.save(tmp_path / "z.npy", np.zeros((1, 4, 1, 2, 2), dtype=np.int64))
+    line = refused(cli, tmp_path / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line.startswith("latents must be floating-point, not torch.int64")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "--normalized needs latents_mean and latents_std in FILE (FileNotFoundError: "),
+        ("{", "--normalized needs latents_mean and latents_std in FILE (JSONDecodeError: "),
+        ("{}", "--normalized needs latents_mean and latents_std in FILE (KeyError: 'latents_mean')"),
+        ('{"latents_mean": "a", "latents_std": 1}', "--normalized needs latents_mean and latents_std in FILE ("),
+        (
+            '{"latents_mean": [0.0], "latents_std": [1.0]}',
+            "FILE gives latents_mean and latents_std for other than 4 channels",
+        ),
+    ],
+)
+def test_configs_without_the_normalisation(config, sentence, cli, saved, vae_folder, out, tmp_path):
+    folder = tmp_path / "vae"
+    folder.mkdir()
+    for path in vae_folder.glob("*.safetensors"):
+        (folder / path.name).symlink_to(path)
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    command = ("decode", saved / "z.npy", "--vae", folder, "-o", out / "v.mp4", "--device", "cpu")
+    ended = cli(*command, "--normalized")
+    assert ended.status == 2
+    assert ended.err.replace(str(folder / "config.json"), "FILE").startswith(f"error: {sentence}")
+    assert cli(*command).status == 0, "only --normalized needs it"
+
+
+# Failures in the middle
+
+
+def test_failed_decode_leaves_the_older_file(cli, saved, vae_folder, out, monkeypatch):
+    (out / "v.mp4").write_text("older")
+    heads = []
+    head = TorchBackend.output_head
+
+    def second_fails(self, *arguments):
+        heads.append(1)
+        if len(heads) > 1:
+            raise torch.OutOfMemoryError("full")
+        head(self, *arguments)
+
+    monkeypatch.setattr(TorchBackend, "output_head", second_fails)
+    command = (saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--frames-per-pass", 1, "--device", "cpu")
+    assert refused(cli, *command).startswith("a pass of 1 latent frames needs ")
+    assert [path.name for path in out.iterdir()] == ["v.mp4"]
+    assert (out / "v.mp4").read_text() == "older"
+
+
+@pytest.fixture
+def fake_ffmpeg(tmp_path, monkeypatch):
+    """Puts a shell script in ffmpeg's place."""
+
+    def install(script):
+        path = tmp_path / "ffmpeg"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(path))
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("echo 'No space left on device' >&2; exit 1", "ffmpeg ended with No space left on device"),
+        ("cat > /dev/null; echo 'a warning\n\nNo space left' >&2; exit 1", "ffmpeg ended with No space left"),
+        ("exit 3", "ffmpeg ended with no word"),
+    ],
+)
+def test_encoder_that_fails_leaves_nothing(script, sentence, cli, saved, vae_folder, out, fake_ffmpeg):
+    fake_ffmpeg(script)
+    line = refused(
+        cli, saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--frames-per-pass", 1, "--device", "cpu"
+    )
+    assert line == f"{out / 'v.mp4'} could not be written: {sentence}"
+    assert not list(out.iterdir())
+
+
+def test_video_without_frames_is_no_file(out):
+    with pytest.raises(RuntimeError, match="would have no frames"), VideoFile(out / "v.mp4", 24, 18):
+        pass
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_leaves_nothing(how, status, vae_folder, out, tmp_path):
+    np.save(tmp_path / "long.npy", np.zeros((1, 4, 2000, 2, 2), dtype=np.float32))
+    command = [sys.executable, "-m", "wan22_vae_decode", "decode", tmp_path / "long.npy", "--vae", vae_folder]
+    command += ["-o", out / "v.mp4", "--frames-per-pass", "1", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 60
+    while not list(out.iterdir()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in err
+    assert not list(out.iterdir())

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a whole: help, statuses, and refusals in one line."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import wan22_vae_decode
+from wan22_vae_decode.cli import bench, doctor, extras
+
+COMMANDS = ("doctor", "build", "verify", "bench", "decode")
+
+
+def test_help_names_every_command_and_status(cli):
+    ended = cli("--help")
+    assert ended.status == 0
+    for words in (*COMMANDS, "0 all is well", "1 a check failed", "2 wrong use"):
+        assert words in ended.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_explains_its_options(command, cli):
+    ended = cli(command, "--help")
+    assert ended.status == 0
+    assert "--json" in ended.out
+
+
+def test_version(cli):
+    assert cli("--version").out.strip() == wan22_vae_decode.__version__
+
+
+def test_module_runs_as_a_program():
+    def run(*arguments):
+        command = [sys.executable, "-m", "wan22_vae_decode", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert "doctor" in run("--help").stdout
+    ended = run("decode", "absent.npy", "--vae", "absent", "-o", "out.mp4")
+    assert ended.returncode == 2
+    assert ended.stderr == ("error: absent is no folder; --vae names the VAE's folder of a Wan2.2 TI2V-5B checkpoint\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("paint",), "invalid choice: 'paint'"),
+        (("build", "--arch", "sm_75"), "invalid choice: 'sm_75'"),
+        (("verify", "--size", "704x1248"), "704x1248 is no ROWSxCOLUMNSxFRAMES, for example 704x1248x121"),
+        (("verify", "--size", "700x1248x9"), "700x1248x9: rows and columns must be multiples of 16"),
+        (("verify", "--size", "0x16x9"), "0x16x9: rows and columns must be multiples of 16"),
+        (("bench", "--size", "32x32x8"), "32x32x8: frames must be one more than a multiple of 4"),
+        (("bench", "--repeats", "0"), "0 is no whole number from 1"),
+        (("bench", "--only", "cuda"), "cuda is not of cuda|torch:float16|"),
+        (("bench", "--only", "jax:float16"), "jax:float16 is not of"),
+        (("verify", "--frames-per-pass", "62"), "62 is neither auto nor from 1 to 61"),
+        (("verify", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("verify", "--backend", "jax"), "invalid choice: 'jax'"),
+        (("decode", "z.npy", "-o", "z.mp4"), "the following arguments are required: --vae"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "0"), "0 is not from 0 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "x"), "x is not from 0 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--crf", "52"), "52 is no whole number from 0 to 51"),
+    ],
+)
+def test_wrong_use_is_status_2_with_the_reason(arguments, sentence, cli):
+    ended = cli(*arguments)
+    assert ended.status == 2
+    assert sentence in ended.err
+    assert not ended.out
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("verify",), ("bench",)])
+def test_devices_that_are_not_there(command, cli, monkeypatch):
+    assert cli(*command, "--device", "toaster") == (2, "", "error: --device toaster is no torch device\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli(*command, "--device", "cuda") == (
+        2,
+        "",
+        "error: torch sees no CUDA device: see `wan22-vae-decode doctor`, or use --device cpu\n",
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cli(*command, "--device", "cuda:2") == (
+        2,
+        "",
+        "error: --device cuda:2: there are 2 CUDA devices, counted from 0\n",
+    )
+
+
+def test_lack_of_memory_is_one_line(cli, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words.")
+
+    monkeypatch.setattr(bench, "random_state_dict", full)
+    assert cli("bench", "--device", "cpu") == (
+        2,
+        "",
+        "error: out of memory: CUDA out of memory. Tried to allocate 2 GiB.\n",
+    )
+
+
+def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert cli("doctor") == (130, "", "interrupted\n")
+
+
+def test_missing_extra_is_one_sentence_with_the_command(monkeypatch, capsys):
+    for module in ("matplotlib", "matplotlib.pyplot"):
+        monkeypatch.setitem(sys.modules, module, None)
+    sentence = "the plot needs matplotlib: pip install 'wan22-vae-decode[cli]'"
+    with pytest.raises(extras.MissingExtraError, match="the plot needs matplotlib"):
+        extras.require("matplotlib", "the plot")
+    assert extras.optional("matplotlib.pyplot", "the plot") is None
+    assert capsys.readouterr().err == sentence + "\n"
+    assert extras.require("json", "nothing").__name__ == "json"

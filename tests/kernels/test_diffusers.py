@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diffusers' VAE with its decode run by this package: the unpatched result, and a fallback for all else."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.vae import DecoderOutput
+
+from wan22_vae_decode import Decoder, InputError, log, module_decoder
+from wan22_vae_decode.integrations import diffusers as fast_decode
+
+TORCH = {"backend": "torch", "dtype": "float64"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    # More would only wait for each other on tensors of this size.
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def vae(reference_vae):
+    """A VAE to change, in float64, whose stock decode is exact to float64's rounding."""
+    return copy.deepcopy(reference_vae)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Every decoder that is prepared."""
+    decoders = []
+
+    class Counted(Decoder):
+        @classmethod
+        def from_state_dict(cls, *arguments, **options):
+            decoders.append(super().from_state_dict(*arguments, **options))
+            return decoders[-1]
+
+    monkeypatch.setattr(module_decoder, "Decoder", Counted)
+    return decoders
+
+
+@pytest.fixture
+def lines():
+    """What the package logs."""
+    log.forget()
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.logger.addHandler(handler)
+    yield said
+    log.logger.removeHandler(handler)
+
+
+def assert_same(actual, expected, atol=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+# The same result
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("frames", [1, 4])
+def test_video_is_the_unpatched_one(frames, batch, vae, reference_vae, latents, made):
+    z = latents(frames, 3, 2, batch=batch)
+    fast_decode.enable(vae, **TORCH)
+    decoded = vae.decode(z)
+    assert isinstance(decoded, DecoderOutput)
+    assert_same(decoded.sample, reference_vae.decode(z).sample)
+    (video,) = vae.decode(z, return_dict=False)
+    assert torch.equal(video, decoded.sample)
+    assert torch.equal(vae.decode(z, False)[0], video)
+    assert len(made) == 1
+
+
+def test_float32_video_is_the_unpatched_one(vae, latents, made):
+    vae.float()
+    z = latents(3, 3, 2).float()
+    expected = vae.decode(z).sample
+    fast_decode.enable(vae, backend="torch", frames_per_pass=2)
+    video = vae.decode(z).sample
+    assert video.dtype == torch.float32
+    assert_same(video, expected, atol=2e-5)
+    assert made[0].frames_per_pass == 2
+
+
+def test_video_has_the_type_of_the_vae(vae, latents, made):
+    vae.to(torch.bfloat16)
+    z = latents(2, 3, 2).bfloat16()
+    expected = vae.decode(z).sample
+    fast_decode.enable(vae, backend="torch")
+    video = vae.decode(z).sample
+    assert video.dtype == expected.dtype == torch.bfloat16
+    assert_same(video, expected, atol=0.1)
+    assert made[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_forward_with_a_generator_is_the_unpatched_one(return_dict, vae, reference_vae, made):
+    pixels = torch.randn(1, 3, 5, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast_decode.enable(vae, **TORCH)
+
+    def forward(model):
+        generator = torch.Generator().manual_seed(4)
+        return model(pixels, sample_posterior=True, return_dict=return_dict, generator=generator)[0]
+
+    assert_same(forward(vae), forward(reference_vae))
+    assert len(made) == 1
+
+
+def tiny_pipeline(kind, vae):
+    """A pipeline of the TI2V-5B kind (which conditions on an image by its latents) on a VAE, in float32."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 16, "ffn_dim": 16}
+    channels = vae.config.z_dim
+    transformer = WanTransformer3DModel(in_channels=channels, out_channels=channels, num_layers=1, **sizes)
+    parts = dict.fromkeys(("tokenizer", "text_encoder"))
+    if kind is not WanPipeline:
+        parts |= dict.fromkeys(("image_encoder", "image_processor"))
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    pipe = kind(**parts, vae=vae, transformer=transformer.eval(), scheduler=scheduler, expand_timesteps=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("name", ["WanPipeline", "WanImageToVideoPipeline"])
+def test_pipelines_decode_through_it(name, vae, made):
+    import diffusers
+
+    pipe = tiny_pipeline(getattr(diffusers, name), vae.float())
+    request = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 1, "guidance_scale": 1.0}
+    request |= {"prompt_embeds": torch.randn(1, 8, 16), "negative_prompt_embeds": torch.zeros(1, 8, 16)}
+    if name != "WanPipeline":
+        request["image"] = torch.rand(1, 3, 32, 32)
+
+    def frames():
+        return pipe(**request, output_type="pt", generator=torch.Generator().manual_seed(0)).frames
+
+    expected = frames()
+    fast_decode.enable(pipe, backend="torch")
+    assert_same(frames(), expected, atol=1e-5)
+    assert len(made) == 1
+    fast_decode.disable(pipe)
+    assert torch.equal(frames(), expected)
+    assert len(made) == 1
+
+
+def test_disabled_again_it_is_the_stock_vae(vae, reference_vae, latents, made):
+    z, names = latents(2, 3, 2), set(vae.__dict__)
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(z)
+    fast_decode.disable(vae)
+    fast_decode.disable(vae)
+    assert set(vae.__dict__) == names
+    assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert len(made) == 1
+
+
+def test_enabling_again_changes_the_options(vae, latents, made):
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, **TORCH)
+    fast_decode.enable(vae, backend="torch", dtype="float32")
+    vae.decode(z)
+    assert [decoder.dtype for decoder in made] == [torch.float32]
+    fast_decode.disable(vae)
+    assert "decode" not in vae.__dict__
+
+
+# Flags
+
+
+def test_slicing_decodes_one_video_at_a_time(vae, reference_vae, latents, monkeypatch):
+    z = latents(2, 3, 2, batch=3)
+    batches = []
+    decode = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda self, z, *rest: batches.append(z.shape[0]) or decode(self, z, *rest))
+    fast_decode.enable(vae, **TORCH)
+    vae.enable_slicing()
+    assert_same(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert batches == [1, 1, 1]
+    vae.disable_slicing()
+    vae.decode(z)
+    assert batches == [1, 1, 1, 3]
+
+
+def test_tiles_are_diffusers_own(vae, reference_vae, latents, made, lines):
+    z, stock = latents(2, 4, 6), copy.deepcopy(reference_vae)
+    for model in (vae, stock):
+        model.enable_tiling(64, 64, 48, 48)
+    fast_decode.enable(vae, **TORCH)
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, stock.decode(z).sample)
+    assert not made
+    assert len(lines) == 1
+    assert lines[0].startswith("decoding with diffusers' own decode: tiling is enabled, which changes the pixels")
+    vae.decode(z[..., :4])
+    assert len(made) == 1, "one tile holds these latents"
+
+
+# Weights
+
+
+CHANGES = {
+    "load_state_dict": lambda vae, other: vae.load_state_dict(other.state_dict()),
+    "load_state_dict, assigned": lambda vae, other: vae.load_state_dict(other.state_dict(), assign=True),
+    "through .data": lambda vae, other: vae.decoder.conv_in.weight.data.mul_(1.2),
+    "layer replaced": lambda vae, other: setattr(vae.decoder, "conv_in", other.decoder.conv_in),
+    "rounded": lambda vae, other: vae.bfloat16().double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_the_ones_that_decode(change, vae, latents, made):
+    z, other = latents(2, 3, 2), copy.deepcopy(vae)
+    for weight in other.parameters():
+        weight.data.mul_(0.9)
+    fast_decode.enable(vae, **TORCH)
+    before = vae.decode(z).sample
+    CHANGES[change](vae, other)
+    after = vae.decode(z).sample
+    assert (after - before).abs().max() > 1e-4
+    assert_same(after, AutoencoderKLWan.decode(vae, z).sample)
+    vae.decode(z)
+    assert len(made) == 2
+
+
+def test_a_vae_that_moves_lets_its_prepared_weights_go(vae, latents, made):
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(latents(1, 1, 1))
+    prepared = vae.decode.__self__.prepared
+    assert prepared.decoder is made[0]
+    vae.to("cpu")
+    assert prepared.decoder is made[0]
+    vae.to(torch.float32)
+    assert prepared.decoder is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae))])
+def test_copies_decode_by_weights_of_their_own(copied, vae, latents, made):
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, **TORCH)
+    before = vae.decode(z).sample
+    other = copied(vae)
+    other.decoder.conv_in.weight.data.mul_(1.2)
+    assert_same(other.decode(z).sample, AutoencoderKLWan.decode(other, z).sample)
+    assert torch.equal(vae.decode(z).sample, before)
+    assert len(made) == 2
+    other.float()
+    assert vae.decode.__self__.prepared.decoder is not None
+
+
+def test_saved_vae_is_the_stock_one(vae, tmp_path):
+    fast_decode.enable(vae, **TORCH)
+    vae.save_pretrained(tmp_path)
+    assert type(AutoencoderKLWan.from_pretrained(tmp_path)) is AutoencoderKLWan
+    assert "decode" not in AutoencoderKLWan.from_pretrained(tmp_path).__dict__
+
+
+def test_offload_hook_brings_the_weights_first(vae, latents, made):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    brought = []
+
+    class Hook(accelerate.hooks.ModelHook):
+        def pre_forward(self, module, *arguments, **options):
+            brought.append(len(made))
+            return arguments, options
+
+    fast_decode.enable(vae, **TORCH)
+    vae._hf_hook = Hook()
+    vae.decode(latents(1, 1, 1))
+    assert brought[0] == 0
+
+
+# Falling back
+
+
+def test_gradients_are_diffusers_own(vae, reference_vae, latents, made, lines):
+    z = latents(1, 2, 2).requires_grad_()
+    fast_decode.enable(vae, **TORCH)
+    (ours,) = torch.autograd.grad(vae.decode(z).sample.square().sum(), z)
+    (theirs,) = torch.autograd.grad(reference_vae.decode(z).sample.square().sum(), z)
+    assert torch.equal(ours, theirs)
+    assert lines == [
+        "decoding with diffusers' own decode: gradients may be needed; decode under torch.no_grad() for the fast path"
+    ]
+    assert not made
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reason is a CPU's")
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_without_a_gpu_the_decode_is_diffusers_own(backend, vae, reference_vae, latents, lines):
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, backend=backend)
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert lines == ["decoding with diffusers' own decode: the CUDA kernels need a CUDA device, not cpu"]
+
+
+def test_lack_of_memory_is_diffusers_own_decode(vae, reference_vae, latents, lines, monkeypatch):
+    from wan22_vae_decode.backends.torch import TorchBackend
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fast_decode.enable(vae, **TORCH, frames_per_pass=1)
+    monkeypatch.setattr(TorchBackend, "output_head", fails)
+    z = latents(2, 3, 2)
+    assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert vae.decode.__self__.prepared.decoder is None
+    assert "a pass of 1 latent frames needs" in lines[0]
+
+
+def test_wrong_latents_raise_what_diffusers_raises(vae, reference_vae, lines):
+    z = torch.zeros(1, 7, 2, 3, 2, dtype=torch.float64)
+    fast_decode.enable(vae, **TORCH)
+    with pytest.raises(RuntimeError) as theirs:
+        reference_vae.decode(z)
+    with pytest.raises(RuntimeError, match=r"channels") as ours:
+        vae.decode(z)
+    assert str(ours.value) == str(theirs.value)
+    assert lines == ["decoding with diffusers' own decode: latents have 7 channels, but this decoder takes 4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"backend": "cudnn"}, "backend must be 'auto' or one of 'cuda', 'torch', not 'cudnn'"),
+        ({"dtype": "int8"}, "dtype must be 'auto' or one of float16"),
+        ({"frames_per_pass": 0}, "frames_per_pass must be 'auto' or from 1 to 61, not 0"),
+    ],
+)
+def test_options_without_meaning_are_refused_at_once(options, sentence, vae):
+    with pytest.raises(InputError, match=sentence):
+        fast_decode.enable(vae, **options)
+    assert "decode" not in vae.__dict__
+
+
+def test_other_vaes_are_refused(vae):
+    wan21 = AutoencoderKLWan(base_dim=4, z_dim=16, num_res_blocks=1)
+    with pytest.raises(InputError, match=r"only the VAE of Wan2\.2 TI2V-5B .* another one \(z_dim 16\)"):
+        fast_decode.enable(wan21)
+    for call in (fast_decode.enable, fast_decode.disable):
+        with pytest.raises(InputError, match="an AutoencoderKLWan or a pipeline with one, not Linear"):
+            call(torch.nn.Linear(1, 1))
