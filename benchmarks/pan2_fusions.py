@@ -210,9 +210,8 @@ def candidate_launches(name: str) -> list[Any]:
     if name == "qk_norm_rope":
         shapes = [(32, 4), (32, 8), (32, 16), (16, 4), (16, 8), (8, 2), (8, 4)]
         return [HeadLaunch(block, warps) for block, warps in shapes]
-    shapes = [(1, tiles, warps) for tiles in (1, 4, 16, 64) for warps in (4, 8, 16)]
-    shapes += [(rows, tiles, warps) for rows in (2, 4) for tiles in (1, 8) for warps in (8, 16)]
-    return [RowLaunch(WIDTH, rows, tiles, warps) for rows, tiles, warps in shapes]
+    shapes = [(rows, warps) for rows in (1, 2, 4) for warps in (4, 8, 16, 32)]
+    return [RowLaunch(WIDTH, rows, warps) for rows, warps in shapes]
 
 
 def tune(name: str, grid: tuple[int, int, int], report: Report) -> None:

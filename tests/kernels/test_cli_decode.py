@@ -294,7 +294,14 @@ def test_interrupted_run_leaves_nothing(how, status, vae_folder, out, tmp_path):
     np.save(tmp_path / "long.npy", np.zeros((1, 4, 2000, 2, 2), dtype=np.float32))
     command = [sys.executable, "-m", "wan22_vae_decode", "decode", tmp_path / "long.npy", "--vae", vae_folder]
     command += ["-o", out / "v.mp4", "--frames-per-pass", "1", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def heed_interrupts():
+        # A shell's background jobs, and what they start, ignore them.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     limit = time.monotonic() + 60
     while not list(out.iterdir()):
         assert process.poll() is None, process.communicate()

@@ -230,8 +230,8 @@ int launch_input(const WinogradInputArguments& a, int frames, cudaStream_t strea
 // Wide strips where shared memory still holds several blocks of them.
 template <typename T, int kTileColumns>
 int winograd_input(const WinogradInputArguments& a, int frames, cudaStream_t stream) {
-  if (a.channels <= 256) return launch_input<T, kTileColumns, 1, 4, 7>(a, frames, stream);
-  if (a.channels <= 512) return launch_input<T, kTileColumns, 2, 2, 4>(a, frames, stream);
+  if (a.channels <= 256) return launch_input<T, kTileColumns, 1, 4, 6>(a, frames, stream);
+  if (a.channels <= 512) return launch_input<T, kTileColumns, 2, 2, 3>(a, frames, stream);
   return launch_input<T, kTileColumns, 4, 1, 1>(a, frames, stream);
 }
 

@@ -28,7 +28,6 @@ def gate_residual_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     batch = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -37,12 +36,11 @@ def gate_residual_kernel(
     residual += batch * residual_batch * GROUP
     y += batch * y_batch * GROUP
     out += batch * tokens * WIDTH
-    for tile in range(TILES):
-        rows = tile_rows(tl.program_id(0) * TILES + tile, ROWS)
-        mask = (rows < tokens) & inside
-        old = load_rows(residual, rows, residual_row, columns, mask)
-        new = old + factor * load_rows(y, rows, y_row, columns, mask)
-        tl.store(out + rows * WIDTH + columns, new.to(out.dtype.element_ty), mask)
+    rows = tile_rows(tl.program_id(0), ROWS)
+    mask = (rows < tokens) & inside
+    old = load_rows(residual, rows, residual_row, columns, mask)
+    new = old + factor * load_rows(y, rows, y_row, columns, mask)
+    tl.store(out + rows * WIDTH + columns, new.to(out.dtype.element_ty), mask)
 
 
 def gate_residual(
@@ -75,7 +73,6 @@ def gate_residual(
                 WIDTH=width,
                 BLOCK=launch.block,
                 ROWS=launch.rows,
-                TILES=launch.tiles,
                 num_warps=launch.warps,
             )
     return out

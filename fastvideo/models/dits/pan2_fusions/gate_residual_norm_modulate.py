@@ -47,7 +47,6 @@ def gate_residual_norm_modulate_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     batch = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -59,15 +58,14 @@ def gate_residual_norm_modulate_kernel(
     y += batch * y_batch * GROUP
     stream_out += batch * tokens * WIDTH
     normed_out += batch * tokens * WIDTH
-    for tile in range(TILES):
-        rows = tile_rows(tl.program_id(0) * TILES + tile, ROWS)
-        mask = (rows < tokens) & inside
-        old = load_rows(residual, rows, residual_row, columns, mask)
-        new = old + gate_factor * load_rows(y, rows, y_row, columns, mask)
-        stream = new.to(stream_out.dtype.element_ty)
-        normed = layer_norm(stream.to(tl.float32), inside, eps, WIDTH)
-        tl.store(stream_out + rows * WIDTH + columns, stream, mask)
-        tl.store(normed_out + rows * WIDTH + columns, (normed * factor + offset).to(normed_out.dtype.element_ty), mask)
+    rows = tile_rows(tl.program_id(0), ROWS)
+    mask = (rows < tokens) & inside
+    old = load_rows(residual, rows, residual_row, columns, mask)
+    new = old + gate_factor * load_rows(y, rows, y_row, columns, mask)
+    stream = new.to(stream_out.dtype.element_ty)
+    normed = layer_norm(stream.to(tl.float32), inside, eps, WIDTH)
+    tl.store(stream_out + rows * WIDTH + columns, stream, mask)
+    tl.store(normed_out + rows * WIDTH + columns, (normed * factor + offset).to(normed_out.dtype.element_ty), mask)
 
 
 def gate_residual_norm_modulate(
@@ -114,7 +112,6 @@ def gate_residual_norm_modulate(
                 WIDTH=width,
                 BLOCK=launch.block,
                 ROWS=launch.rows,
-                TILES=launch.tiles,
                 num_warps=launch.warps,
             )
     return stream, normed

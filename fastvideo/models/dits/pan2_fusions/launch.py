@@ -11,7 +11,7 @@ from fastvideo.models.dits.pan2_fusions.eligibility import GROUP
 MAXIMUM_WARPS = 32
 MAXIMUM_ROWS = 16
 
-# Kernel -> elements of one tensor in a program's tile, and how many of them a thread holds: the fastest of twenty
+# Kernel -> elements of one tensor in a program's tile, and how many of them a thread holds: the fastest of a dozen
 # launches at 67,782 tokens x 4096 in bf16 (``benchmarks/pan2_fusions.py --tune``).
 ROW_TILES = {
     "norm_modulate": (4096, 32),
@@ -23,7 +23,7 @@ HEAD_TILE = (4096, 8)
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """A program takes ``tiles`` tiles of ``rows`` whole rows in turn, and keeps the modulation vectors in between.
+    """A program takes ``rows`` whole rows.
 
     Attributes:
         block: columns of a tile, a power of two that holds the width.
@@ -31,11 +31,10 @@ class RowLaunch:
 
     block: int
     rows: int
-    tiles: int
     warps: int
 
     def grid(self, tokens: int, batch: int) -> tuple[int, int]:
-        return _ceil_div(tokens, self.rows * self.tiles), batch
+        return _ceil_div(tokens, self.rows), batch
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def row_launch(kernel: str, width: int) -> RowLaunch:
     tile, per_thread = ROW_TILES[kernel]
     block = _power_of_two(width)
     rows = min(max(tile // block, 1), MAXIMUM_ROWS)
-    return RowLaunch(block, rows, 1, _warps(block * rows, per_thread))
+    return RowLaunch(block, rows, _warps(block * rows, per_thread))
 
 
 def head_launch(heads: int, head_dim: int) -> HeadLaunch:

@@ -29,7 +29,6 @@ def norm_modulate_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     batch = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -38,11 +37,10 @@ def norm_modulate_kernel(
     factor = 1 + load_vector(scale, batch, scale_batch, columns, inside)
     x += batch * x_batch * GROUP
     out += batch * tokens * WIDTH
-    for tile in range(TILES):
-        rows = tile_rows(tl.program_id(0) * TILES + tile, ROWS)
-        mask = (rows < tokens) & inside
-        normed = layer_norm(load_rows(x, rows, x_row, columns, mask), inside, eps, WIDTH)
-        tl.store(out + rows * WIDTH + columns, (normed * factor + offset).to(out.dtype.element_ty), mask)
+    rows = tile_rows(tl.program_id(0), ROWS)
+    mask = (rows < tokens) & inside
+    normed = layer_norm(load_rows(x, rows, x_row, columns, mask), inside, eps, WIDTH)
+    tl.store(out + rows * WIDTH + columns, (normed * factor + offset).to(out.dtype.element_ty), mask)
 
 
 def norm_modulate(
@@ -77,7 +75,6 @@ def norm_modulate(
                 WIDTH=width,
                 BLOCK=launch.block,
                 ROWS=launch.rows,
-                TILES=launch.tiles,
                 num_warps=launch.warps,
             )
     return out
