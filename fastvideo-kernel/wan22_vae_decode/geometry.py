@@ -65,6 +65,11 @@ RESNETS = 3
 """Resnets of an up block; the first changes the channel count."""
 
 
+def video_shape(batch: int, frames: int, rows: int, cols: int) -> tuple[int, int, int, int, int]:
+    """[B, 3, 4T - 3, 16H, 16W] for latents of T frames, H rows and W columns."""
+    return batch, 3, video_frames(0, frames)[1], SPATIAL * rows, SPATIAL * cols
+
+
 def video_frames(start: int, stop: int) -> tuple[int, int]:
     """The interval of video frames that latent frames ``start`` to ``stop`` (exclusive) of a clip decode to."""
     return max(0, FRAMES_PER_LATENT * start - 3), FRAMES_PER_LATENT * stop - 3

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from wan22_vae_decode import geometry
 
 
-@pytest.mark.parametrize(("latent", "video"), [((0, 1), (0, 1)), ((0, 31), (0, 121)), ((31, 79), (121, 313))])
-def test_first_latent_frame_gives_one_frame_and_others_four(latent, video):
-    assert geometry.video_frames(*latent) == video
+@pytest.mark.parametrize(
+    ("frames", "rows", "cols", "expected"),
+    [(1, 1, 1, (2, 3, 1, 16, 16)), (31, 44, 78, (2, 3, 121, 704, 1248)), (79, 44, 78, (2, 3, 313, 704, 1248))],
+)
+def test_video_shape(frames, rows, cols, expected):
+    assert geometry.video_shape(2, frames, rows, cols) == expected
 
 
 @given(st.integers(1, 100), st.integers(1, 61))

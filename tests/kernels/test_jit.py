@@ -319,6 +319,41 @@ def test_an_interrupt_stops_the_compilers_and_leaves_nothing(world, monkeypatch)
     world.build()
 
 
+EXITS = """
+import sys, threading, time
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+import test_jit
+from test_jit import World, builder
+root = Path({root!r})
+world = World.__new__(World)
+world.root, world.sources, world.cache = root, root / "csrc", root / "cache"
+world.nvcc = test_jit.Nvcc(root / "cuda" / "bin" / "nvcc", (12, 9), "Build fake_12.9")
+plain = builder.subprocess.Popen
+def popen(*arguments, **options):
+    process = plain(*arguments, **options)
+    print(process.pid, flush=True)
+    return process
+builder.subprocess.Popen = popen
+threading.Thread(target=world.build, daemon=True).start()
+while not world.calls:
+    time.sleep(0.02)
+"""
+
+
+def test_an_interpreter_that_exits_stops_the_compilers(world):
+    world.plan("wait=30")
+    script = EXITS.format(tests=os.path.dirname(__file__), root=str(world.root))
+    begin = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - begin < 25
+    assert eventually(lambda: not group_exists(int(ended.stdout)))
+    world.plan()
+    world.build()
+    assert not left_overs(world)
+
+
 def test_the_default_cache_follows_the_user(monkeypatch, tmp_path):
     monkeypatch.delenv("WAN22_VAE_DECODE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

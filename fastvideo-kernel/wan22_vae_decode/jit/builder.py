@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a recipe with ninja into the cache, once for all processes, and refuses code that ptxas complains about."""
 
+import atexit
+import contextlib
+import functools
 import os
 import re
 import shlex
@@ -112,12 +115,22 @@ def _run(command: list[str], folder: Path) -> int:
     with (folder / LOG).open("wb") as log:
         # A session of its own, so that an interrupt here ends every compiler that ninja started.
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        stop = functools.partial(_kill_group, process.pid)
+        # An interpreter that exits does not wait for a daemon thread that builds.
+        atexit.register(stop)
         try:
             return process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            stop()
             process.wait()
             raise
+        finally:
+            atexit.unregister(stop)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _jobs() -> int:

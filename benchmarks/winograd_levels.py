@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Winograd costs in accuracy and saves in time, by level and tile: the choice in `heuristics.WINOGRAD_COLUMNS`.
+
+    python benchmarks/winograd_levels.py
+
+Decodes with the CUDA kernels in float16, with Winograd on different levels in tiles of four rows and four or three
+columns. PSNR is against float32 without TF32, with both weight sets of ``decode_weights``; time is of 121 frames.
+Writes JSON to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import decode
+import decode_weights
+import torch
+
+from wan22_vae_decode import Decoder, backends
+from wan22_vae_decode.backends.cuda.backend import CudaBackend
+
+# Level -> columns of a tile; levels left out have direct convs.
+CHOICES: tuple[dict[int, int], ...] = (
+    {},
+    {3: 4},
+    {2: 4, 3: 4},
+    {1: 3, 2: 4, 3: 4},
+    {1: 4, 2: 4, 3: 4},
+    {1: 3, 2: 3, 3: 4},
+    {1: 3, 2: 3, 3: 3},
+)
+
+
+class WithColumns(CudaBackend):
+    """The CUDA backend with given tiles."""
+
+    def __init__(self, base: CudaBackend, columns: dict[int, int]) -> None:
+        super().__init__(base.device, base.dtype, base.kernels)
+        self._columns = columns
+
+    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
+        return self._columns.get(level, 0)
+
+
+def main() -> int:
+    """Measures every choice; 2 where the kernels cannot run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2, help="timed decodes of each (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This benchmark needs an NVIDIA GPU with CUDA kernels: `wan22-vae-decode doctor` tells.", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    base = backends.create("cuda", device, torch.float16)
+    assert isinstance(base, CudaBackend)
+    rows: list[dict[str, Any]] = [{"columns": columns, "psnr_db": {}, "worst_frame_db": {}} for columns in CHOICES]
+    for kind in decode_weights.SETS:
+        vae = decode_weights.random_vae(kind, device)
+        generator = torch.Generator(device).manual_seed(1)
+        latents = torch.randn(1, 48, 3, 44, 78, device=device, generator=generator)
+        with decode.strict_float32():
+            reference = vae.decode(latents).sample
+        for row in rows:
+            decoder = Decoder.from_state_dict(
+                vae.state_dict(), device=device, dtype="float16", backend=WithColumns(base, row["columns"])
+            )
+            row["psnr_db"][kind], row["worst_frame_db"][kind], _ = decode.compare(decoder.decode(latents), reference)
+            if kind == decode_weights.SETS[0]:
+                row["ms"] = milliseconds(decoder, arguments.repeats)
+            print(kind, row, flush=True)
+            del decoder
+            torch.cuda.empty_cache()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / "winograd_levels.json"
+    report = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device),
+        "versions": decode.versions(),
+        "rows": rows,
+    }
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    print(file)
+    return 0
+
+
+def milliseconds(decoder: Decoder, repeats: int) -> float:
+    """Median time of a decode of 121 frames at 704x1248, after one that warms up."""
+    latents = torch.randn(1, 48, 31, 44, 78, device=decoder.device)
+    decoder.decode(latents)
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decoder.decode(latents)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
