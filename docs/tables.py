@@ -105,7 +105,7 @@ def decode_time(results: Path) -> str:
     lengths = sorted({length for row in report["rows"] for length in row["ms"]}, key=int)
     header = ["decoder"]
     for length in lengths:
-        header += [f"{length} frames, s", "peak GiB", "own GiB"]
+        header += [f"{length} frames: s", f"{length}: GiB", f"{length}: own GiB"]
     rows = []
     for row in report["rows"]:
         cells = [_name(row)]
@@ -161,6 +161,24 @@ def winograd_kernels(results: Path) -> str:
         cells = [f"{parts[op]['ms']:.2f} ({_percent(parts[op]['share'])})" for op in WINOGRAD_PARTS if op in parts]
         rows.append([f"`{shape}`", *cells])
     return f"{_origin(report)}\n\n{_table(['band', *(f'{op}, ms' for op in WINOGRAD_PARTS)], rows)}"
+
+
+# winograd_levels.json
+
+
+def winograd_levels(results: Path) -> str:
+    """Accuracy and time of the decode by the levels that run in Winograd form."""
+    report = _read(results, "winograd_levels")
+    if report is None:
+        return _missing("winograd_levels")
+    sets = _sets(report)
+    rows = []
+    for row in report["rows"]:
+        tiles = ", ".join(f"4x{columns} at {level}" for level, columns in sorted(row["columns"].items()))
+        psnr = [_figure(row["psnr_db"].get(kind), 1) for kind in sets]
+        rows.append([tiles or "none", *psnr, _figure(row["ms"] / 1000, 2)])
+    header = ["tiles, and levels", *(f"dB, {kind}" for kind in sets), "121 frames, s"]
+    return f"{_origin(report)} float16.\n\n{_table(header, rows)}"
 
 
 # stream_memory.json and decode_parallel.json
@@ -315,6 +333,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-time": decode_time,
     "ops": ops,
     "winograd-kernels": winograd_kernels,
+    "winograd-levels": winograd_levels,
     "stream-memory": stream_memory,
     "decode-parallel": decode_parallel,
     "pan2-fusions": pan2_fusions,

@@ -46,7 +46,7 @@ def test_other_results_give_other_tables(tables, tmp_path):
     file.write_text(json.dumps(report))
     assert "12.3 | 12.3" in tables.rewritten(text("accuracy.md"), tmp_path)
     page = tables.rewritten(text("performance.md"), tmp_path)
-    for words in ("123.45", "456.78", "313 frames, s", "RuntimeError: no"):
+    for words in ("123.45", "456.78", "313 frames: s", "RuntimeError: no"):
         assert words in page
     assert page.count("\n## ") == text("performance.md").count("\n## ")
 
@@ -64,6 +64,9 @@ def test_results_of_the_other_benchmarks(tables, tmp_path):
     (tmp_path / "stream_memory.png").touch()
     assert "| stream | 7.0 | 7.1 |" in tables.stream_memory(tmp_path)
     assert "(../benchmarks/results/stream_memory.png)" in tables.stream_memory(tmp_path)
+    levels = common | {"rows": [{"columns": {"1": 3, "3": 4}, "psnr_db": {"branches": 70.21}, "ms": 1494}]}
+    (tmp_path / "winograd_levels.json").write_text(json.dumps(levels))
+    assert "| 4x3 at 1, 4x4 at 3 | 70.2 | 1.49 |" in tables.winograd_levels(tmp_path)
     clip = {"one_rank_ms": 2000, "ms": 500, "peak_gib": [3.0, 4.0], "sent_bytes": {"halo": [0, 2**20]}, "psnr_db": 95}
     runs = {f"run {world}": common | {"decoder_width": 256, "world": world, "clips": {"121": clip}} for world in (4, 2)}
     (tmp_path / "decode_parallel.json").write_text(json.dumps(runs))
