@@ -38,6 +38,9 @@ KINDS = {
 }
 """What a line of the table of ops adds up."""
 
+LEAST_STAGE_S = 0.01
+"""Of a pipeline's stage that is worth a line."""
+
 WINOGRAD_PARTS = ("winograd_input", "winograd GEMM", "winograd_output")
 
 
@@ -264,17 +267,18 @@ def pan2(results: Path) -> str:
     if run:
         videos = [name for name, value in run.items() if isinstance(value, dict)]
         stages = [name for name, value in run[videos[0]].items() if isinstance(value, float)]
-        rows = [[name, *(f"{run[video].get(name, 0):.2f}" for video in videos)] for name in stages]
+        seconds = {name: [run[video].get(name, 0) for video in videos] for name in stages}
+        rows = [[name, *(f"{s:.2f}" for s in times)] for name, times in seconds.items() if max(times) >= LEAST_STAGE_S]
         options = " ".join(run["options"])
         parts.append(f"The demo with `{options}`: a tiny random transformer, the VAE at its real size.")
         parts.append(_table(["stage", *(f"{video}, s" for video in videos)], rows))
     step = report.get("step")
     if step:
-        seconds = ", ".join(f"{s:.1f}" for s in step["step_s"])
+        steps = ", ".join(f"{s:.1f}" for s in step["step_s"])
         kernels = "with" if step.get("fused_kernels") else "without"
         parts.append(
             f"A guided denoising step of the released size ({step['parameters'] / 1e9:.1f} B parameters, latents "
-            f"{step['latents']}, {kernels} the Triton kernels): {seconds} s, peak {step['peak_gib']:.1f} GiB."
+            f"{step['latents']}, {kernels} the Triton kernels): {steps} s, peak {step['peak_gib']:.1f} GiB."
         )
     return "\n\n".join([_origin(report), *parts])
 
