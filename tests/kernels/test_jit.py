@@ -466,3 +466,10 @@ def test_machine_code_of_exactly_the_target():
 def test_max_jobs_bounds_the_compilers(monkeypatch, jobs, expected):
     monkeypatch.setenv("MAX_JOBS", jobs)
     assert builder._jobs() == expected
+
+
+def test_max_jobs_that_is_no_number_says_so(world, monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(jit.BuildError, match="MAX_JOBS=many is not a whole number"):
+        world.build()
+    assert not left_overs(world)

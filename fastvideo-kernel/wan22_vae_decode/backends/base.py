@@ -97,7 +97,8 @@ class Backend(ABC):
         """Columns of the Winograd tiles of a level's 3x3x3 convs (level 0 is the latents' resolution); 0: direct convs.
 
         With ``split_rows`` the decoder runs on row bands, whose edges are multiples of four rows only from level 1
-        on: Winograd at level 0 would then place its tiles differently from one device.
+        on (with at least two latent rows a rank): Winograd at level 0 would place its tiles differently from one
+        device.
         """
         return 0
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies `count` pieces of `bytes` bytes each, piece i from source + i * source_stride to target + i * target_stride:
 // halo rows and row bands out of activations, frames into them. Everything is a multiple of 16 bytes; pieces must not
-// overlap. Four 16-byte loads in flight per thread. Bound: memory; to be measured against the copy rate by
-// benchmarks/ops.py.
+// overlap. Four 16-byte loads in flight per thread. Bound: memory, for the few megabytes
+// that it moves the launch.
 #include "launch.cuh"
 
 namespace wan {

@@ -135,7 +135,13 @@ def _kill_group(group: int) -> None:
 
 def _jobs() -> int:
     cores = len(os.sched_getaffinity(0))
-    if os.environ.get("MAX_JOBS"):
-        return max(1, int(os.environ["MAX_JOBS"]))
+    chosen = os.environ.get("MAX_JOBS")
+    if chosen:
+        try:
+            return max(1, int(chosen))
+        except ValueError:
+            raise BuildError(
+                f"MAX_JOBS={chosen} is not a whole number; set the compilers at a time, or unset it."
+            ) from None
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // BYTES_PER_JOB))

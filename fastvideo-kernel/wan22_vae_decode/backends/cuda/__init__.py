@@ -7,17 +7,18 @@ What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16;
     pixels (F)          13.7 k (4)     110 k (8)      879 k (16)      3.51 M (16)
     channels            1024           1024           512             256
     conv3d, direct      0.78 TFLOP     6.2 TFLOP      12.4            12.4            tensor cores, 800 TFLOP/s
-    conv3d, F(4x4,3x3)  0.20 TFLOP     1.6 TFLOP      3.1             3.1             the same, and memory:
-      input transform   0.13 GB        0.9 GB         3.6 GB          7.3 GB          (two slabs, history in each)
-      output transform  0.13 GB        1.0 GB         3.8 GB          7.7 GB          (with residual)
+    conv3d, Winograd    -              1.7 TFLOP      3.1             3.1             the same, and memory:
+      input transform   -              1.0 GB         3.6 GB          7.3 GB          (two slabs, history in each)
+      output transform  -              1.0 GB         3.8 GB          7.7 GB          (with residual)
     time conv           0.17 TFLOP     1.4 TFLOP      -               -               tensor cores
     upsample, phases    0.9 TFLOP      7.4 TFLOP      7.4 TFLOP       -               tensor cores
     upsample, products  0.5 TFLOP      4.1 TFLOP      4.1 TFLOP       -               the same, and 2 x 9 activations
     upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory, 4.2 TB/s
     head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
-121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. F(4x4,3x3) at a level takes a quarter of its
-products and adds the transforms' memory; which levels use it is decided by accuracy (`heuristics.WINOGRAD_COLUMNS`).
+121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. Winograd, F(4x4,3x3) or at level 1 F(4x3,3x3),
+takes a quarter of a level's products and adds the transforms' memory; which levels use it is decided by accuracy
+(`heuristics.WINOGRAD_COLUMNS`).
 """
 
 import functools
