@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     built = {}
     for arch in arguments.arch or _default_archs():
         recipe = library.recipe(arch)
+        print(f"{arch}: building, unless it is there already; this takes minutes ...", file=sys.stderr, flush=True)
         built[arch] = str(jit.build(recipe) / recipe.library)
         if not arguments.json:
             print(f"{arch}: {built[arch]}", flush=True)
