@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,8 @@ if "--version" in sys.argv:
     print("Cuda compilation tools, release {version}, V{version}.1")
     print("Build fake_{version}")
     sys.exit(0)
+with (here / "pids.txt").open("a") as pids:
+    pids.write(f"{{os.getpid()}}\\n")
 with (here / "calls.txt").open("a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
 for word in plan:
@@ -75,6 +78,13 @@ class World:
     def calls(self):
         path = self.root / "cuda" / "calls.txt"
         return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def running(self):
+        """Compilers that have not ended; a dead one that nobody has collected counts as ended."""
+        pids = (self.root / "cuda" / "pids.txt").read_text().split()
+        states = [Path("/proc", pid, "stat") for pid in pids]
+        return [path for path in states if path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"]
 
     def toolchain(self, **changes):
         values = {"nvcc": self.nvcc, "ninja": toolchain.find_ninja(), "includes": (self.root,), "cutlass": "4.2"}
@@ -278,14 +288,6 @@ def test_waiting_is_announced_and_a_dead_holder_frees_the_lock(world, monkeypatc
     assert "waiting for another process" in caplog.text
 
 
-def group_exists(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def eventually(condition, seconds=10):
     """Orphans that were killed stay until the system has collected them."""
     end = time.monotonic() + seconds
@@ -296,13 +298,12 @@ def eventually(condition, seconds=10):
 
 def test_an_interrupt_stops_the_compilers_and_leaves_nothing(world, monkeypatch):
     world.plan("wait=30")
-    started = []
-    plain = subprocess.Popen
+    plain, interrupted = subprocess.Popen, []
 
     class Interrupted(plain):
         def wait(self, timeout=None):
-            if not started:
-                started.append(self.pid)
+            if not interrupted and eventually(lambda: world.calls):
+                interrupted.append(self)
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
@@ -312,7 +313,7 @@ def test_an_interrupt_stops_the_compilers_and_leaves_nothing(world, monkeypatch)
         world.build()
     assert time.monotonic() - begin < 20
     assert not left_overs(world)
-    assert eventually(lambda: not group_exists(started[0]))
+    assert eventually(lambda: not world.running)
     monkeypatch.undo()
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(world.cache))
     world.plan()
@@ -324,17 +325,10 @@ import sys, threading, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
 import test_jit
-from test_jit import World, builder
-root = Path({root!r})
-world = World.__new__(World)
-world.root, world.sources, world.cache = root, root / "csrc", root / "cache"
-world.nvcc = test_jit.Nvcc(root / "cuda" / "bin" / "nvcc", (12, 9), "Build fake_12.9")
-plain = builder.subprocess.Popen
-def popen(*arguments, **options):
-    process = plain(*arguments, **options)
-    print(process.pid, flush=True)
-    return process
-builder.subprocess.Popen = popen
+world = test_jit.World.__new__(test_jit.World)
+world.root = Path({root!r})
+world.sources, world.cache = world.root / "csrc", world.root / "cache"
+world.nvcc = test_jit.Nvcc(world.root / "cuda" / "bin" / "nvcc", (12, 9), "Build fake_12.9")
 threading.Thread(target=world.build, daemon=True).start()
 while not world.calls:
     time.sleep(0.02)
@@ -348,7 +342,8 @@ def test_an_interpreter_that_exits_stops_the_compilers(world):
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - begin < 25
-    assert eventually(lambda: not group_exists(int(ended.stdout)))
+    assert eventually(lambda: not world.running)
+    assert not list(world.cache.glob("*failed*"))
     world.plan()
     world.build()
     assert not left_overs(world)

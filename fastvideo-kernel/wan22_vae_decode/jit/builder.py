@@ -3,13 +3,13 @@
 
 import atexit
 import contextlib
-import functools
 import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -113,24 +113,35 @@ def _quoted(command: list[str]) -> str:
 
 def _run(command: list[str], folder: Path) -> int:
     with (folder / LOG).open("wb") as log:
-        # A session of its own, so that an interrupt here ends every compiler that ninja started.
+        # A session of its own, so that a terminal's interrupt comes here first.
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-        stop = functools.partial(_kill_group, process.pid)
+        exiting = threading.Event()
+
+        def stop() -> None:
+            exiting.set()
+            _end(process)
+
         # An interpreter that exits does not wait for a daemon thread that builds.
         atexit.register(stop)
         try:
-            return process.wait()
+            status = process.wait()
         except BaseException:
-            stop()
-            process.wait()
+            _end(process)
             raise
         finally:
             atexit.unregister(stop)
+    if exiting.is_set():
+        raise SystemExit  # ends this thread; what failed is the interpreter, not the build
+    return status
 
 
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def _end(process: subprocess.Popen) -> None:
+    """Asks ninja to end, so that it ends its compilers, each of which has a process group of its own."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            process.send_signal(how)
+            process.wait(10)
+            return
 
 
 def _jobs() -> int:
