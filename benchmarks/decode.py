@@ -31,6 +31,8 @@ import decode_weights
 import torch
 from torch import Tensor
 
+from wan22_vae_decode.accuracy import strict_float32
+
 Decode = Callable[[Tensor], Tensor]
 
 
@@ -136,7 +138,7 @@ def measure_set(kind: str, report: Report, arguments: argparse.Namespace, device
     vae = decode_weights.random_vae(kind, device, width=arguments.decoder_width)
     generator = torch.Generator(device).manual_seed(1)
     latents = torch.randn(1, 48, arguments.accuracy_frames, rows, cols, device=device, generator=generator)
-    with strict_float32():
+    with torch.no_grad(), strict_float32():
         reference = vae.decode(latents).sample
     print(f"{kind}: reference spans [{reference.min():.2f}, {reference.max():.2f}]", flush=True)
     for name, ours, build in decoders(vae, kind, arguments, device, scratch):
@@ -281,18 +283,6 @@ def compare(video: Tensor, reference: Tensor) -> tuple[float, float, float]:
     frames = [tensor[0, :, picks].permute(1, 2, 3, 0).cpu().numpy() for tensor in (video, reference)]
     ssim = [structural_similarity(a, b, data_range=2.0, channel_axis=-1) for a, b in zip(*frames, strict=True)]
     return whole, psnr.min().item(), float(statistics.mean(ssim))
-
-
-@contextmanager
-def strict_float32() -> Iterator[None]:
-    """float32 without TF32."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:

@@ -37,13 +37,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decode import compare, strict_float32, synchronize, versions
+from decode import compare, synchronize, versions
 from decode_weights import CONFIG, random_vae
 from parallel_report import Clip, Run, report
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from wan22_vae_decode import Decoder, weights
+from wan22_vae_decode.accuracy import strict_float32
 from wan22_vae_decode.geometry import RESNETS, SPATIAL, Architecture
 
 WEIGHT_SET = "branches"
@@ -92,7 +93,7 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    with strict_float32():
+    with torch.no_grad(), strict_float32():
         run = measure(arguments, device)
     if dist.get_rank() == 0:
         report(run, arguments.out / "decode_parallel.json")

@@ -24,6 +24,7 @@ import decode_weights
 import torch
 
 from wan22_vae_decode import Decoder, backends
+from wan22_vae_decode.accuracy import strict_float32
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 
 # Level -> columns of a tile; levels left out have direct convs.
@@ -66,7 +67,7 @@ def main() -> int:
         vae = decode_weights.random_vae(kind, device)
         generator = torch.Generator(device).manual_seed(1)
         latents = torch.randn(1, 48, 3, 44, 78, device=device, generator=generator)
-        with decode.strict_float32():
+        with torch.no_grad(), strict_float32():
             reference = vae.decode(latents).sample
         for row in rows:
             decoder = Decoder.from_state_dict(
