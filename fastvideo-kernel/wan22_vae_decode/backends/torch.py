@@ -7,7 +7,6 @@ Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -53,11 +52,11 @@ class TorchBackend(Backend):
         self,
         device: torch.device,
         dtype: torch.dtype,
-        winograd_levels: Mapping[int, int] = MappingProxyType({}),
+        winograd_levels: Mapping[int, int] | None = None,
         upsample_products: bool = False,
     ) -> None:
         super().__init__(device, dtype)
-        self._winograd_levels = winograd_levels
+        self._winograd_levels = dict(winograd_levels or {})
         self._upsample_products = upsample_products
 
     @property
