@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a whole: help, statuses, and refusals in one line."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -106,6 +108,49 @@ def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
 
     monkeypatch.setattr(doctor, "run", interrupted)
     assert cli("doctor") == (130, "", "interrupted\n")
+
+
+def test_ignored_signals_stay_ignored_and_others_get_their_handlers_back(cli, monkeypatch):
+    seen = []
+    monkeypatch.setattr(doctor, "run", lambda _: seen.extend(map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        cli("doctor")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert callable(seen[0])
+    assert seen[1] == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("to_terminate", [signal.SIGTERM, signal.SIGHUP])
+def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, cli, monkeypatch):
+    unwound = []
+
+    def run(arguments):
+        try:
+            signal.raise_signal(to_terminate)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            unwound.append(True)
+
+    monkeypatch.setattr(doctor, "run", run)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert cli("doctor").status == 128 + to_terminate
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert unwound
+
+
+def test_reader_that_ends_early_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "wan22_vae_decode", "doctor", "--device", "cpu"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_missing_extra_is_one_sentence_with_the_command(monkeypatch, capsys):
