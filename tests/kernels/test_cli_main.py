@@ -58,6 +58,10 @@ def test_module_runs_as_a_program():
         (("bench", "--only", "cuda"), "cuda is not of cuda|torch:float16|"),
         (("bench", "--only", "jax:float16"), "jax:float16 is not of"),
         (("verify", "--frames-per-pass", "62"), "62 is neither auto nor from 1 to 61"),
+        (("verify", "--seed", str(2**64)), f"{2**64} has more than 64 bits"),
+        (("bench", "--seed", str(-(2**63) - 1)), "has more than 64 bits"),
+        (("verify", "--min-db", "nan"), "nan is no finite number"),
+        (("verify", "--min-db", "inf"), "inf is no finite number"),
         (("verify", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("verify", "--backend", "jax"), "invalid choice: 'jax'"),
         (("decode", "z.npy", "-o", "z.mp4"), "the following arguments are required: --vae"),
@@ -75,7 +79,9 @@ def test_wrong_use_is_status_2_with_the_reason(arguments, sentence, cli):
 
 @pytest.mark.parametrize("command", [("doctor",), ("verify",), ("bench",)])
 def test_devices_that_are_not_there(command, cli, monkeypatch):
-    assert cli(*command, "--device", "toaster") == (2, "", "error: --device toaster is no torch device\n")
+    for name in ("toaster", "mps", "meta", "xpu", "cpu:1", "cuda:", "cuda:9999", ""):
+        sentence = f"--device {name} is neither cpu nor cuda, with or without a number such as cuda:1"
+        assert cli(*command, "--device", name) == (2, "", f"error: {sentence}\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli(*command, "--device", "cuda") == (
         2,
