@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -32,6 +33,7 @@ def saved(z, tmp_path):
     save_file({"z": z}, tmp_path / "only.safetensors")
     torch.save(z[0], tmp_path / "z.pt")
     torch.save({"latents": z, "step": 3}, tmp_path / "named.pth")
+    torch.save(torch.nn.Parameter(z), tmp_path / "parameter.pt")
     np.save(tmp_path / "z.npy", z.numpy())
     return tmp_path
 
@@ -67,7 +69,7 @@ def assert_close(actual, wanted):
     assert (actual - wanted).abs().mean() < 8
 
 
-@pytest.mark.parametrize("name", ["z.safetensors", "only.safetensors", "z.pt", "named.pth", "z.npy"])
+@pytest.mark.parametrize("name", ["z.safetensors", "only.safetensors", "z.pt", "named.pth", "parameter.pt", "z.npy"])
 def test_file_holds_the_decoder_s_frames(name, cli, saved, vae_folder, state_dict, z, out):
     ended = cli("decode", saved / name, "--vae", vae_folder, "-o", out / "v.mp4", "--crf", 0, "--device", "cpu")
     assert ended.status == 0
@@ -106,6 +108,21 @@ def test_normalized_latents_are_denormalised_by_the_config(cli, saved, vae_folde
     config = json.loads((vae_folder / "config.json").read_text())
     mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     assert_close(frames_of(out / "v.mp4"), expected(state_dict, z * std + mean))
+
+
+@pytest.mark.parametrize("source", ["latents", "config"])
+def test_nan_is_told(source, cli, vae_folder, out, tmp_path):
+    z, folder = np.zeros((1, 4, 1, 2, 2), dtype=np.float32), tmp_path / "vae"
+    shutil.copytree(vae_folder, folder)
+    if source == "latents":
+        z[..., 0] = np.nan
+    else:
+        (folder / "config.json").write_text('{"latents_mean": [0, 0, 0, 0], "latents_std": [1, NaN, 1, 1]}')
+    np.save(tmp_path / "z.npy", z)
+    command = ("decode", tmp_path / "z.npy", "--vae", folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu")
+    ended = cli(*command)
+    assert ended.status == 0
+    assert ended.err == "warning: the latents hold NaN or infinite values, which spoil the video\n"
 
 
 def test_quality_is_crf_s(cli, saved, vae_folder, out):

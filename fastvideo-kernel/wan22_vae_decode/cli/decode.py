@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     start = time.perf_counter()
     passes = decoder.stream(latents.to(decoder.device), torch.uint8, on_host=True)
+    if not latents.float().isfinite().all():
+        print("warning: the latents hold NaN or infinite values, which spoil the video", file=sys.stderr)
     _, _, frames, rows, cols = video_shape(1, *latents.shape[2:])
     with file, _progress(frames) as advance:
         _write(passes, file, advance)
