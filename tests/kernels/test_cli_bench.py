@@ -51,6 +51,12 @@ def test_row_that_cannot_run_is_status_1_beside_those_that_do(cli):
     assert float(second.split()[2]) >= 0
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+def test_names_that_name_no_file_are_refused_before_anything_is_timed(name, cli):
+    ended = cli("bench", *SMALL, "--out", name)
+    assert ended == (2, "", f"error: --out {name or '.'} names a folder; give the files a name in it\n")
+
+
 def test_refusals(cli, tmp_path):
     ended = cli("bench", *SMALL, "--out", tmp_path / "absent" / "times")
     assert ended == (2, "", f"error: there is no folder {tmp_path / 'absent'} for --out\n")

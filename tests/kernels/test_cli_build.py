@@ -98,3 +98,7 @@ def test_cache_that_cannot_be_written_is_status_2(compiler, cli, tmp_path, monke
     ended = cli("build", "--arch", "sm_90a")
     assert ended.status == 2
     assert "cannot be written" in ended.err
+    monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", "~nobody-of-this-name/x")
+    ended = cli("build", "--arch", "sm_90a")
+    assert ended.status == 2
+    assert "is in a home that does not exist; set WAN22_VAE_DECODE_CACHE to another." in ended.err

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -32,6 +33,7 @@ def saved(z, tmp_path):
     save_file({"z": z}, tmp_path / "only.safetensors")
     torch.save(z[0], tmp_path / "z.pt")
     torch.save({"latents": z, "step": 3}, tmp_path / "named.pth")
+    torch.save(torch.nn.Parameter(z), tmp_path / "parameter.pt")
     np.save(tmp_path / "z.npy", z.numpy())
     return tmp_path
 
@@ -67,7 +69,7 @@ def assert_close(actual, wanted):
     assert (actual - wanted).abs().mean() < 8
 
 
-@pytest.mark.parametrize("name", ["z.safetensors", "only.safetensors", "z.pt", "named.pth", "z.npy"])
+@pytest.mark.parametrize("name", ["z.safetensors", "only.safetensors", "z.pt", "named.pth", "parameter.pt", "z.npy"])
 def test_file_holds_the_decoder_s_frames(name, cli, saved, vae_folder, state_dict, z, out):
     ended = cli("decode", saved / name, "--vae", vae_folder, "-o", out / "v.mp4", "--crf", 0, "--device", "cpu")
     assert ended.status == 0
@@ -108,6 +110,21 @@ def test_normalized_latents_are_denormalised_by_the_config(cli, saved, vae_folde
     assert_close(frames_of(out / "v.mp4"), expected(state_dict, z * std + mean))
 
 
+@pytest.mark.parametrize("source", ["latents", "config"])
+def test_nan_is_told(source, cli, vae_folder, out, tmp_path):
+    z, folder = np.zeros((1, 4, 1, 2, 2), dtype=np.float32), tmp_path / "vae"
+    shutil.copytree(vae_folder, folder)
+    if source == "latents":
+        z[..., 0] = np.nan
+    else:
+        (folder / "config.json").write_text('{"latents_mean": [0, 0, 0, 0], "latents_std": [1, NaN, 1, 1]}')
+    np.save(tmp_path / "z.npy", z)
+    command = ("decode", tmp_path / "z.npy", "--vae", folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu")
+    ended = cli(*command)
+    assert ended.status == 0
+    assert ended.err == "warning: the latents hold NaN or infinite values, which spoil the video\n"
+
+
 def test_quality_is_crf_s(cli, saved, vae_folder, out):
     sizes = []
     for crf in (0, 40):
@@ -115,6 +132,23 @@ def test_quality_is_crf_s(cli, saved, vae_folder, out):
         cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", file, "--crf", crf, "--device", "cpu")
         sizes.append(file.stat().st_size)
     assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("name", ["12:30.mp4", "n" * 245 + ".mp4", "\N{SNOWMAN}" * 80 + ".mkv"])
+def test_any_file_name_will_do(name, cli, saved, vae_folder, out):
+    assert cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", out / name, "--device", "cpu").status == 0
+    assert [path.name for path in out.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_symbolic_link_is_written_through(exists, cli, saved, vae_folder, out, tmp_path):
+    target, link = tmp_path / "target", out / "v.mp4"
+    if exists:
+        target.write_text("older")
+    link.symlink_to(target)
+    assert cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", link, "--device", "cpu").status == 0
+    assert link.is_symlink()
+    assert len(frames_of(target)) == 9
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
@@ -149,7 +183,12 @@ def test_outputs_that_cannot_be(cli, saved, vae_folder, out):
     assert refusal(out / "v.gif") == f"{out / 'v.gif'} must end in .mp4, .mkv, .mov"
     assert refusal(out / "absent" / "v.mp4").startswith(f"{out / 'absent' / 'v.mp4'} cannot be written")
     (out / "folder.mp4").mkdir()
-    assert refusal(out / "folder.mp4") == f"{out / 'folder.mp4'} cannot be written: it is a folder"
+    assert refusal(out / "folder.mp4") == f"{out / 'folder.mp4'} cannot be written: it is a folder or a device"
+    (out / "null.mp4").symlink_to(os.devnull)
+    assert refusal(out / "null.mp4") == f"{out / 'null.mp4'} cannot be written: it is a folder or a device"
+    (out / "loop.mp4").symlink_to("loop.mp4")
+    assert refusal(out / "loop.mp4").endswith("cannot be written: Too many levels of symbolic links")
+    assert refusal(out / f"{'n' * 300}.mp4").endswith("cannot be written: File name too long")
 
 
 @pytest.mark.parametrize("module", ["numpy", "imageio_ffmpeg"])
@@ -269,6 +308,7 @@ def fake_ffmpeg(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
+        ("cat > /dev/null", "[Errno 2] No such file or directory: "),
         ("echo 'No space left on device' >&2; exit 1", "ffmpeg ended with No space left on device"),
         ("cat > /dev/null; echo 'a warning\n\nNo space left' >&2; exit 1", "ffmpeg ended with No space left"),
         ("exit 3", "ffmpeg ended with no word"),
@@ -279,8 +319,14 @@ def test_encoder_that_fails_leaves_nothing(script, sentence, cli, saved, vae_fol
     line = refused(
         cli, saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--frames-per-pass", 1, "--device", "cpu"
     )
-    assert line == f"{out / 'v.mp4'} could not be written: {sentence}"
+    assert line.startswith(f"{out / 'v.mp4'} could not be written: {sentence}")
     assert not list(out.iterdir())
+
+
+def test_encoder_that_is_not_there(cli, saved, vae_folder, out, monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nonexistent")
+    line = refused(cli, saved / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line == f"{out / 'v.mp4'} could not be written: [Errno 2] No such file or directory: '/nonexistent'"
 
 
 def test_video_without_frames_is_no_file(out):
@@ -289,18 +335,34 @@ def test_video_without_frames_is_no_file(out):
     assert not list(out.iterdir())
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(how, status, vae_folder, out, tmp_path):
-    np.save(tmp_path / "long.npy", np.zeros((1, 4, 2000, 2, 2), dtype=np.float32))
-    command = [sys.executable, "-m", "wan22_vae_decode", "decode", tmp_path / "long.npy", "--vae", vae_folder]
-    command += ["-o", out / "v.mp4", "--frames-per-pass", "1", "--device", "cpu"]
+# Frames larger than a pipe holds, so that a stuck encoder blocks its writer; the child is not the one that we started.
+STUCK = """#!/bin/sh
+for last; do :; done
+touch "${last#file:}"
+sleep 100
+true
+"""
 
-    def heed_interrupts():
-        # A shell's background jobs, and what they start, ignore them.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+@pytest.mark.parametrize("stuck", [False, True])
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_interrupted_run_leaves_nothing(how, status, stuck, vae_folder, out, tmp_path):
+    np.save(tmp_path / "long.npy", np.zeros((1, 4, 2000, 4, 4), dtype=np.float32))
+    command = [sys.executable, "-m", "wan22_vae_decode", "decode", tmp_path / "long.npy", "--vae", vae_folder]
+    command += ["-o", out / "v.mp4", "--frames-per-pass", "8", "--device", "cpu"]
+    environment = dict(os.environ)
+    if stuck:
+        (tmp_path / "ffmpeg").write_text(STUCK)
+        (tmp_path / "ffmpeg").chmod(0o755)
+        environment["IMAGEIO_FFMPEG_EXE"] = str(tmp_path / "ffmpeg")
+
+    def heed_signals():
+        # A shell's background jobs, and what they start, ignore the first; nohup's ignore the second.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
 
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals, env=environment
     )
     limit = time.monotonic() + 60
     while not list(out.iterdir()):
@@ -308,7 +370,7 @@ def test_interrupted_run_leaves_nothing(how, status, vae_folder, out, tmp_path):
         assert time.monotonic() < limit
         time.sleep(0.05)
     process.send_signal(how)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == status
     assert "Traceback" not in err
     assert not list(out.iterdir())

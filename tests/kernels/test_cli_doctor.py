@@ -99,7 +99,10 @@ def test_gpu_without_kernels(hopper, findings, monkeypatch):
 def test_overridden_architecture(findings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("WAN22_VAE_DECODE_ARCH", "sm_75")
-    assert findings()[1]["arch"].value == "sm_90a, if built here"
+    found = findings()[1]["arch"]
+    assert found.problem.startswith("WAN22_VAE_DECODE_ARCH=sm_75 is not an architecture with kernels; ")
+    monkeypatch.setenv("WAN22_VAE_DECODE_ARCH", "sm_100a")
+    assert findings()[1]["arch"] == Finding("arch", "sm_100a, if built here")
 
 
 def test_no_compiler(hopper, findings, monkeypatch):
@@ -131,6 +134,13 @@ def test_cache_that_cannot_be_written(hopper, findings, monkeypatch):
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(blocked / "cache"))
     _, found = findings()
     assert found["cache"].problem == "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can"
+
+
+def test_cache_in_a_home_that_does_not_exist(hopper, findings, monkeypatch):
+    monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", "~nobody-of-this-name/x")
+    _, found = findings()
+    assert found["cache"].problem.startswith("The folder of the kernel cache, ~nobody-of-this-name/x, is in a home ")
+    assert found["kernels"].value == "not built"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a whole: help, statuses, and refusals in one line."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -56,6 +58,10 @@ def test_module_runs_as_a_program():
         (("bench", "--only", "cuda"), "cuda is not of cuda|torch:float16|"),
         (("bench", "--only", "jax:float16"), "jax:float16 is not of"),
         (("verify", "--frames-per-pass", "62"), "62 is neither auto nor from 1 to 61"),
+        (("verify", "--seed", str(2**64)), f"{2**64} has more than 64 bits"),
+        (("bench", "--seed", str(-(2**63) - 1)), "has more than 64 bits"),
+        (("verify", "--min-db", "nan"), "nan is no finite number"),
+        (("verify", "--min-db", "inf"), "inf is no finite number"),
         (("verify", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("verify", "--backend", "jax"), "invalid choice: 'jax'"),
         (("decode", "z.npy", "-o", "z.mp4"), "the following arguments are required: --vae"),
@@ -73,7 +79,9 @@ def test_wrong_use_is_status_2_with_the_reason(arguments, sentence, cli):
 
 @pytest.mark.parametrize("command", [("doctor",), ("verify",), ("bench",)])
 def test_devices_that_are_not_there(command, cli, monkeypatch):
-    assert cli(*command, "--device", "toaster") == (2, "", "error: --device toaster is no torch device\n")
+    for name in ("toaster", "mps", "meta", "xpu", "cpu:1", "cuda:", "cuda:9999", ""):
+        sentence = f"--device {name} is neither cpu nor cuda, with or without a number such as cuda:1"
+        assert cli(*command, "--device", name) == (2, "", f"error: {sentence}\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli(*command, "--device", "cuda") == (
         2,
@@ -106,6 +114,49 @@ def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
 
     monkeypatch.setattr(doctor, "run", interrupted)
     assert cli("doctor") == (130, "", "interrupted\n")
+
+
+def test_ignored_signals_stay_ignored_and_others_get_their_handlers_back(cli, monkeypatch):
+    seen = []
+    monkeypatch.setattr(doctor, "run", lambda _: seen.extend(map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        cli("doctor")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert callable(seen[0])
+    assert seen[1] == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("to_terminate", [signal.SIGTERM, signal.SIGHUP])
+def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, cli, monkeypatch):
+    unwound = []
+
+    def run(arguments):
+        try:
+            signal.raise_signal(to_terminate)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            unwound.append(True)
+
+    monkeypatch.setattr(doctor, "run", run)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert cli("doctor").status == 128 + to_terminate
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert unwound
+
+
+def test_reader_that_ends_early_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "wan22_vae_decode", "doctor", "--device", "cpu"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_missing_extra_is_one_sentence_with_the_command(monkeypatch, capsys):

@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the table; 1 if a row has a problem."""
     device = options.device(arguments.device)
     on_gpu = device.type == "cuda"
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise InputError(f"there is no folder {arguments.out.parent} for --out")
+    if arguments.out is not None:
+        _check_out(arguments.out)
     state_dict = _weights(arguments, device, on_gpu)
     size = arguments.size or (GPU_SIZE if on_gpu else CPU_SIZE)
     latent = state_dict["post_quant_conv.weight"].shape[1]
@@ -106,6 +106,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(report, rows, arguments.out)
     return 1 if any(row.problem for row in rows) else 0
+
+
+def _check_out(name: Path) -> None:
+    """Refuses before anything is timed what could not be written afterwards."""
+    if name.name in ("", ".."):
+        raise InputError(f"--out {name} names a folder; give the files a name in it")
+    if not name.parent.is_dir():
+        raise InputError(f"there is no folder {name.parent} for --out")
 
 
 def _weights(arguments: argparse.Namespace, device: torch.device, on_gpu: bool) -> dict[str, Tensor]:

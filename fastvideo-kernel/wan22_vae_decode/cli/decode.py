@@ -7,9 +7,7 @@ import argparse
 import contextlib
 import json
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +24,6 @@ from wan22_vae_decode.cli.latents import read_latents
 from wan22_vae_decode.cli.video_file import VideoFile
 from wan22_vae_decode.decoder import Decoder
 from wan22_vae_decode.geometry import video_shape
-
-TERMINATED = 128 + signal.SIGTERM
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -78,8 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     start = time.perf_counter()
     passes = decoder.stream(latents.to(decoder.device), torch.uint8, on_host=True)
+    if not latents.float().isfinite().all():
+        print("warning: the latents hold NaN or infinite values, which spoil the video", file=sys.stderr)
     _, _, frames, rows, cols = video_shape(1, *latents.shape[2:])
-    with _ending_on_sigterm(), file, _progress(frames) as advance:
+    with file, _progress(frames) as advance:
         _write(passes, file, advance)
     seconds = time.perf_counter() - start
     result = {
@@ -103,13 +101,18 @@ def _write(passes: Iterator[Tensor], file: VideoFile, advance: Callable[[int], N
     """Encodes each pass in a thread while the next is decoded."""
     writing: Future[None] | None = None
     with ThreadPoolExecutor(1) as thread:
-        for pixels in passes:
+        try:
+            for pixels in passes:
+                if writing is not None:
+                    writing.result()
+                writing = thread.submit(file.write, pixels[0])
+                advance(pixels.shape[2])
             if writing is not None:
                 writing.result()
-            writing = thread.submit(file.write, pixels[0])
-            advance(pixels.shape[2])
-        if writing is not None:
-            writing.result()
+        except BaseException:
+            # The executor waits for its thread, and that may wait for a stuck ffmpeg.
+            file.abort()
+            raise
 
 
 @contextlib.contextmanager
@@ -124,19 +127,6 @@ def _progress(frames: int) -> Iterator[Callable[[int], None]]:
     with rich.Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("decoding", total=frames)
         yield lambda count: bar.advance(task, count)
-
-
-@contextlib.contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM unwind the program, so that its unfinished file goes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _fps(text: str) -> float:

@@ -110,17 +110,17 @@ def _gpu(device: torch.device) -> Finding:
 
 def _arch(device: torch.device) -> tuple[str, Finding]:
     """What to build for, also where there is no GPU: a container may be made on such a machine."""
-    fallback = next(iter(TARGETS))
-    if device.type != "cuda":
-        override = os.environ.get("WAN22_VAE_DECODE_ARCH", fallback)
-        arch = override if override in TARGETS else fallback
-        return arch, Finding("arch", f"{arch}, if built here")
-    capability = torch.cuda.get_device_capability(device)
+    fallback, value = next(iter(TARGETS)), "none"
     try:
+        if device.type != "cuda":
+            arch = jit.chosen_arch() or fallback
+            return arch, Finding("arch", f"{arch}, if built here")
+        capability = torch.cuda.get_device_capability(device)
+        value = f"compute capability {capability[0]}.{capability[1]}"
         arch = jit.running_arch(capability)
         library.recipe(arch)
     except jit.BuildError as error:
-        return fallback, Finding("arch", f"compute capability {capability[0]}.{capability[1]}", str(error))
+        return fallback, Finding("arch", value, str(error))
     return arch, Finding("arch", arch)
 
 
@@ -137,7 +137,10 @@ def _nvcc(arch: str, driver: toolchain.Version | None) -> str:
 
 
 def _cache() -> Finding:
-    folder = cache_folder()
+    try:
+        folder = cache_folder()
+    except jit.BuildError as error:
+        return Finding("cache", "none", str(error))
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return Finding("cache", str(folder))
@@ -148,9 +151,10 @@ def _library(arch: str, driver: toolchain.Version | None) -> Finding:
     """Whether the kernels are built already; that they are not is no problem."""
     try:
         tools = toolchain.find_toolchain(arch, driver)
+        entry = Entry(cache_folder(), library.recipe(arch).key(tools))
     except jit.BuildError:
         return Finding("kernels", "not built")
-    defect = Entry(cache_folder(), library.recipe(arch).key(tools)).defect()
+    defect = entry.defect()
     if defect is None:
         return Finding("kernels", f"built for {arch}")
     when = "built at first use, or by `wan22-vae-decode build`"

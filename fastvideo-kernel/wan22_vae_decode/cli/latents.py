@@ -34,7 +34,8 @@ def read_latents(path: Path, key: str | None) -> Tensor:
         raise InputError(f"{path} holds {list(latents.shape)}; latents are [z, T, H, W] or [1, z, T, H, W]")
     if latents.shape[0] != 1:
         raise InputError(f"{path} holds latents of {latents.shape[0]} videos; decode takes those of one")
-    return latents
+    # A saved Parameter requires gradients, which a decode refuses.
+    return latents.detach()
 
 
 def _contents(path: Path) -> Any:

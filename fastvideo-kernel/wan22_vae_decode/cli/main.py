@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import torch
 
@@ -14,13 +19,14 @@ import wan22_vae_decode
 from wan22_vae_decode.cli import bench, build, decode, doctor, verify
 from wan22_vae_decode.errors import DecodeError
 
-CANNOT_RUN, INTERRUPTED = 2, 130
+CANNOT_RUN = 2
+SIGNALLED = 128  # and the signal's number, as shells have it
 
 _DESCRIPTION = """\
 Decodes latents of the Wan2.2 (TI2V-5B) video VAE, and checks and measures the decoder on this machine.
 
 Exit status: 0 all is well, 1 a check failed (doctor, verify, bench), 2 wrong use or something is missing here,
-130 interrupted. Results go to stdout, everything else to stderr."""
+130 interrupted (129, 143: SIGHUP, SIGTERM). Results go to stdout, everything else to stderr."""
 
 _EPILOG = """\
 examples:
@@ -33,10 +39,23 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns its exit status (argparse itself exits with 2)."""
+    try:
+        with _unwinding():
+            return _run(argv)
+    except BrokenPipeError:
+        # Who reads our output has ended. What is left of it is dropped, or the interpreter's end would fail on it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNALLED + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s", force=True)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        # Here, where a closed pipe can still be handled.
+        sys.stdout.flush()
+        return status
     except DecodeError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
@@ -46,7 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CANNOT_RUN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return SIGNALLED + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP unwind the program, so that what is unfinished goes: files, compilers."""
+    # What is ignored stays so: that is how nohup works. Only the main thread may choose.
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if on_main_thread else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    heeded = [number for number in numbers if before[number] != signal.SIG_IGN]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # A session's end sends both, and the second must not interrupt what the first began.
+        for each in heeded:
+            signal.signal(each, lambda *_: None)
+        sys.exit(SIGNALLED + number)
+
+    for number in heeded:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from typing import Literal
 
 import torch
@@ -15,7 +17,7 @@ from wan22_vae_decode.geometry import FRAMES_PER_LATENT, SPATIAL
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cuda, cuda:1, cpu and so on (default: cuda where there is one)")
+    parser.add_argument("--device", help="cuda, cuda:1 and so on, or cpu (default: cuda where there is one)")
 
 
 def add_decoder(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +52,7 @@ def add_size(parser: argparse.ArgumentParser, gpu: str, cpu: str) -> None:
     parser.add_argument(
         "--channels", type=positive, help="decoder_base_dim of random weights (default: the released 256; CPU: 16)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random weights and latents (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of random weights and latents (default: 0)")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -61,24 +63,24 @@ def device(name: str | None) -> torch.device:
     """The device that ``--device`` means.
 
     Raises:
-        InputError: it names none.
+        InputError: it names none, or one of a kind that nothing here is made for.
         BackendUnavailableError: CUDA is asked for where torch sees no device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"--device {name} is no torch device") from error
-    if chosen.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise BackendUnavailableError(
-                "torch sees no CUDA device: see `wan22-vae-decode doctor`, or use --device cpu"
-            )
-        if chosen.index is not None and chosen.index >= count:
-            raise InputError(f"--device {name}: there are {count} CUDA devices, counted from 0")
-    return chosen
+    named = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", name)
+    if named is None:
+        raise InputError(f"--device {name} is neither cpu nor cuda, with or without a number such as cuda:1")
+    if name == "cpu":
+        return torch.device(name)
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise BackendUnavailableError("torch sees no CUDA device: see `wan22-vae-decode doctor`, or use --device cpu")
+    if named[1] is None:
+        return torch.device("cuda")
+    if int(named[1]) >= count:
+        raise InputError(f"--device {name}: there are {count} CUDA devices, counted from 0")
+    return torch.device("cuda", int(named[1]))
 
 
 def frames_per_pass(text: str) -> int | Literal["auto"]:
@@ -95,6 +97,22 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
     return int(text)
+
+
+def finite(text: str) -> float:
+    """A number, neither infinite nor NaN."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no finite number")
+    return value
+
+
+def seed(text: str) -> int:
+    """``--seed``: what torch's generators take."""
+    value = int(text)
+    if not -(2**63) <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} has more than 64 bits")
+    return value
 
 
 def size(text: str) -> tuple[int, int, int]:

@@ -38,7 +38,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--vae", type=Path, help="folder of a VAE whose weights to take (default: random weights)")
     parser.add_argument(
-        "--min-db", type=float, help="least PSNR of the worst frame (default: float16 60, bfloat16 40, float32 100)"
+        "--min-db",
+        type=options.finite,
+        help="least PSNR of the worst frame (default: float16 60, bfloat16 40, float32 100)",
     )
     options.add_size(parser, *("x".join(map(str, size)) for size in (GPU_SIZE, CPU_SIZE)))
     options.add_decoder(parser)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -19,14 +22,14 @@ SUFFIXES = (".mp4", ".mkv", ".mov")
 
 
 class EncodingError(DecodeError):
-    """ffmpeg could not write the file; the message has its last words."""
+    """The file could not be written; the message has ffmpeg's last words, or the system's."""
 
 
 class VideoFile:
     """A context in which frames are written; the file has its name only once it is complete, else there is none.
 
     Until then it is a hidden file in the same folder. A file of that name which was there before is replaced at the
-    end, and untouched if the end is not reached.
+    end, and untouched if the end is not reached. A symbolic link stays one: the file that it names is written.
 
     Args:
         path: ``.mp4``, ``.mkv`` or ``.mov``, in a folder that exists.
@@ -42,14 +45,22 @@ class VideoFile:
     def __init__(self, path: Path, fps: float, crf: int) -> None:
         if path.suffix.lower() not in SUFFIXES:
             raise InputError(f"{path} must end in {', '.join(SUFFIXES)}")
-        if path.is_dir():
-            raise InputError(f"{path} cannot be written: it is a folder")
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise InputError(f"{path} cannot be written: {path.parent} is no folder that can be written to")
+        # Unlike resolve(), this raises nothing where links form a loop.
+        target = Path(os.path.realpath(path))
+        try:
+            if not stat.S_ISREG(target.stat().st_mode):
+                raise InputError(f"{path} cannot be written: it is a folder or a device")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+            raise InputError(f"{path} cannot be written: {target.parent} is no folder that can be written to")
         require("numpy", "writing a video")
         self._ffmpeg = require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
-        self._path = path
-        self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+        self._path, self._target = path, target
+        # Cut, so that it is no longer than a name may be.
+        self._partial = target.with_name(f".{path.stem[:40]}.{os.getpid()}.partial{path.suffix}")
         self._fps, self._crf = fps, crf
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,13 +70,18 @@ class VideoFile:
 
     def write(self, frames: Tensor) -> None:
         """Encodes [3, f, H, W], uint8, in host memory; H and W are even and the same every time."""
-        if self._process is None:
-            self._process = self._started(*frames.shape[2:])
-        assert self._process.stdin is not None
-        try:
+        with self._os_errors():
+            if self._process is None:
+                self._process = self._started(*frames.shape[2:])
+            assert self._process.stdin is not None
             self._process.stdin.write(frames.permute(1, 2, 3, 0).contiguous().numpy().data)
-        except BrokenPipeError:
-            raise self._failure() from None
+
+    def abort(self) -> None:
+        """Ends ffmpeg, and with it a ``write`` in another thread that waits for it."""
+        if self._process is not None and self._process.poll() is None:
+            # The whole session: what is named ffmpeg may be a script around it, and a reader left keeps the pipe open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -74,8 +90,8 @@ class VideoFile:
             if kind is None:
                 self._finish()
         finally:
+            self.abort()
             if self._process is not None:
-                self._process.kill()
                 with contextlib.suppress(BrokenPipeError):
                     self._process.communicate()
             self._log.close()
@@ -86,20 +102,29 @@ class VideoFile:
         target = ["-an", "-c:v", "libx264", "-crf", str(self._crf), "-pix_fmt", "yuv420p"]
         if self._path.suffix.lower() != ".mkv":
             target += ["-movflags", "+faststart"]
-        command = [self._ffmpeg, "-y", "-v", "error", *source, *target, str(self._partial)]
+        # Without "file:", a colon in the name would end the name of a protocol.
+        command = [self._ffmpeg, "-y", "-v", "error", *source, *target, f"file:{self._partial}"]
         # A session of its own: an interrupt from the terminal is for us, who then end it.
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=self._log, start_new_session=True)
 
     def _finish(self) -> None:
         if self._process is None:
             raise EncodingError(f"{self._path} would have no frames")
-        try:
+        with self._os_errors():
             self._process.communicate()
+            if self._process.returncode != 0:
+                raise self._failure()
+            os.replace(self._partial, self._target)
+
+    @contextlib.contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        """Turns the system's errors into ``EncodingError``; of a broken pipe's cause ffmpeg itself knows more."""
+        try:
+            yield
         except BrokenPipeError:
             raise self._failure() from None
-        if self._process.returncode != 0:
-            raise self._failure()
-        os.replace(self._partial, self._path)
+        except OSError as error:
+            raise EncodingError(f"{self._path} could not be written: {error}") from error
 
     def _failure(self) -> EncodingError:
         assert self._process is not None

@@ -29,11 +29,20 @@ POLL_S = 0.1
 
 
 def cache_folder() -> Path:
-    """Where entries are kept: WAN22_VAE_DECODE_CACHE, else a folder in the user's cache."""
+    """Where entries are kept: WAN22_VAE_DECODE_CACHE, else a folder in the user's cache.
+
+    Raises BuildError where that is in the home of a user who has none.
+    """
     chosen = os.environ.get("WAN22_VAE_DECODE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wan22_vae_decode"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wan22_vae_decode"
+    except RuntimeError as error:
+        raise BuildError(
+            f"The folder of the kernel cache, {chosen or '~/.cache'}, is in a home that does not exist; set "
+            "WAN22_VAE_DECODE_CACHE to another."
+        ) from error
 
 
 @dataclass(frozen=True)
