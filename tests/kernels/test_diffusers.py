@@ -4,6 +4,9 @@
 import copy
 import logging
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -255,6 +258,31 @@ def test_copies_decode_by_weights_of_their_own(copied, vae, latents, made):
     assert len(made) == 2
     other.float()
     assert vae.decode.__self__.prepared.decoder is not None
+
+
+def test_threads_get_the_decoder_of_their_own_source(vae, latents, monkeypatch):
+    """Two threads with two types prepare in turns, however they interleave."""
+    prepared, z = module_decoder.ModuleDecoder(), latents(1, 1, 1)
+    both = threading.Barrier(2)
+    from_state_dict = Decoder.from_state_dict
+
+    def slow(*arguments, **options):
+        decoder = from_state_dict(*arguments, **options)
+        time.sleep(0.01)
+        return decoder
+
+    monkeypatch.setattr(module_decoder.Decoder, "from_state_dict", slow)
+
+    def prepares(dtype):
+        _, source = prepared.survey(vae, z, backend="torch", dtype=dtype)
+        got = set()
+        for _ in range(5):
+            both.wait()
+            got.add(prepared.prepare(vae, source).dtype)
+        return got
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(prepares, ("float32", "float64"))) == [{torch.float32}, {torch.float64}]
 
 
 def test_saved_vae_is_the_stock_one(vae, tmp_path):
