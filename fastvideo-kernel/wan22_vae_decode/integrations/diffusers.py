@@ -74,14 +74,14 @@ def enable(
     config = vae.config
     if not config.is_residual or config.patch_size != 2:
         raise InputError(f"only the VAE of Wan2.2 TI2V-5B is decoded here; this is another one (z_dim {config.z_dim})")
+    options, parts = {"backend": backend, "dtype": dtype, "frames_per_pass": frames_per_pass}, _parts(vae)
     if not isinstance(vae, _Enabled):
-        own = vars(vae).pop("decode", None)
-        vae.__class__ = _enabled(type(vae))
+        own = vae.__dict__.pop("decode", None)
+        vae.__class__ = _enabled(vae.__class__)
     else:
         # What now stands in front of this class's decode was put there afterwards, and calls it.
         own = vae._fast_decode.own
-    options = {"backend": backend, "dtype": dtype, "frames_per_pass": frames_per_pass}
-    vae._fast_decode = _Route(options, own, _parts(vae))
+    vae._fast_decode = _Route(options, own, parts)
 
 
 def disable(vae_or_pipe: Any) -> None:
@@ -99,13 +99,13 @@ def disable(vae_or_pipe: Any) -> None:
     if "decode" in vars(vae):
         vae._fast_decode = _Route(None, own, {})
         return
-    vars(vae).pop("_fast_decode", None)
+    vae.__dict__.pop("_fast_decode", None)
     vae.__class__ = _stock(type(vae))
     if own is not None:
-        vae.decode = own
+        vae.__dict__["decode"] = own
 
 
-def _vae(vae_or_pipe: Any) -> AutoencoderKLWan:
+def _vae(vae_or_pipe: Any) -> Any:
     vae = getattr(vae_or_pipe, "vae", vae_or_pipe)
     # In what torch.compile makes of a module.
     vae = getattr(vae, "_orig_mod", vae)
@@ -186,7 +186,7 @@ class _Enabled(AutoencoderKLWan):
 
 
 @functools.cache
-def _enabled(cls: type[AutoencoderKLWan]) -> type[_Enabled]:
+def _enabled(cls: Any) -> type[_Enabled]:
     # Under the name that diffusers saves it by.
     return type(cls.__name__, (_Enabled, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
@@ -195,7 +195,7 @@ def _stock(cls: type[AutoencoderKLWan]) -> type[AutoencoderKLWan]:
     return cls.__bases__[1] if issubclass(cls, _Enabled) else cls
 
 
-def _blank(cls: type[AutoencoderKLWan]) -> _Enabled:
+def _blank(cls: Any) -> _Enabled:
     enabled = _enabled(cls)
     return enabled.__new__(enabled)
 
@@ -223,6 +223,10 @@ def _other_code(vae: AutoencoderKLWan, route: _Route) -> str | None:
     if replaced or not (route.own is None or _is_stock(route.own, vae)):
         return "this VAE has a decode of its own"
     modules = _modules(vae)
+    parts = dict(modules)
+    for name in sorted({*parts, *route.parts}):
+        if name not in parts or route.parts.get(name) != _kind(parts[name]):
+            return f"{name} is not the layer that diffusers makes from the VAE's configuration"
     for name, module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has forward hooks"
@@ -230,10 +234,6 @@ def _other_code(vae: AutoencoderKLWan, route: _Route) -> str | None:
             return f"{name} drops values, since it is in training mode"
         if not _has_stock_forward(module):
             return f"{name} has a forward of its own"
-    parts = dict(modules)
-    for name in sorted({*parts, *route.parts}):
-        if name not in parts or route.parts.get(name) != _kind(parts[name]):
-            return f"{name} is not the layer that diffusers makes from the VAE's configuration"
     return None
 
 
@@ -248,7 +248,7 @@ def _is_stock(own: Any, vae: AutoencoderKLWan) -> bool:
 def _has_stock_forward(module: nn.Module) -> bool:
     if is_compiled_module(module):
         return True
-    forward = module.forward
+    forward: Any = module.forward
     hook = type(getattr(module, "_hf_hook", None))
     if isinstance(forward, functools.partial) and {hook.__module__, forward.func.__module__} == {"accelerate.hooks"}:
         forward = module._old_forward if hook.__name__ in _MOVERS else forward
@@ -260,7 +260,7 @@ def _modules(vae: AutoencoderKLWan) -> list[tuple[str, nn.Module]]:
     return [
         (name.replace("._orig_mod", ""), module)
         for part in ("post_quant_conv", "decoder")
-        for name, module in getattr(vae, part).named_modules(prefix=part)
+        for name, module in getattr(vae, part).named_modules(prefix=part, remove_duplicate=False)
     ]
 
 
@@ -268,7 +268,8 @@ def _kind(module: nn.Module) -> tuple[type, str]:
     """What a module computes apart from its weights."""
     # diffusers' own only casts, to float32 and back.
     cls = nn.Upsample if type(module) is WanUpsample else type(module)
-    return cls, module.extra_repr()
+    # Nothing at all, apart from training.
+    return cls, "" if cls is nn.Dropout else module.extra_repr()
 
 
 def _parts(vae: AutoencoderKLWan) -> dict[str, tuple[type, str]]:
