@@ -354,12 +354,14 @@ def test_vae_goes_with_its_last_reference(vae, latents):
 def test_threads_get_the_decoder_of_their_own_source(vae, latents, monkeypatch):
     """Two threads with two types prepare in turns, however they interleave."""
     prepared, z = module_decoder.ModuleDecoder(), latents(1, 1, 1)
-    both = threading.Barrier(2)
+    both, alone = threading.Barrier(2), threading.Lock()
     from_state_dict = Decoder.from_state_dict
 
     def slow(*arguments, **options):
+        assert alone.acquire(blocking=False), "two threads prepare at a time"
         decoder = from_state_dict(*arguments, **options)
-        time.sleep(0.01)
+        time.sleep(0.05)
+        alone.release()
         return decoder
 
     monkeypatch.setattr(module_decoder.Decoder, "from_state_dict", slow)
@@ -367,8 +369,8 @@ def test_threads_get_the_decoder_of_their_own_source(vae, latents, monkeypatch):
     def prepares(dtype):
         _, source = prepared.survey(vae, z, backend="torch", dtype=dtype)
         got = set()
-        for _ in range(5):
-            both.wait()
+        for _ in range(3):
+            both.wait(timeout=10)
             got.add(prepared.prepare(vae, source).dtype)
         return got
 
