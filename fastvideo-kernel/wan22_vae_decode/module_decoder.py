@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -25,19 +26,23 @@ class ModuleDecoder:
     """The decoder of one ``AutoencoderKLWan``, FastVideo's or diffusers'.
 
     Before every decode, ``survey`` says why the module's own decode has to do it, or from what a decoder has to be
-    made; ``prepare`` makes that decoder, unless it is the one that is there. A copy starts without.
-
-    Attributes:
-        decoder: the one that is prepared, or None.
+    made; ``prepare`` makes that decoder, unless it is the one that is there. A copy starts without. Threads may share
+    it: each gets the decoder of its own source.
     """
 
     def __init__(self) -> None:
+        self._preparing = threading.Lock()
         self.drop()
 
     def drop(self) -> None:
         """Lets the prepared weights go."""
-        self.decoder: Decoder | None = None
-        self._source: Source | None = None
+        # One value, so that no thread can see one source's decoder with another source.
+        self._prepared: tuple[Decoder | None, Source | None] = (None, None)
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The one that is prepared, or None."""
+        return self._prepared[0]
 
     def survey(
         self,
@@ -70,19 +75,22 @@ class ModuleDecoder:
 
     def is_current(self, source: Source | None) -> bool:
         """True if the prepared decoder was made from this source."""
-        return self._source == source
+        return self._prepared[1] == source
 
     def prepare(self, module: nn.Module, source: Source, anew: bool = False) -> Decoder:
         """The decoder of a source; with ``anew`` made once more also where it is current: ranks prepare together.
 
         Raises what ``Decoder.from_state_dict`` does.
         """
-        if self.decoder is None or anew or not self.is_current(source):
-            # Before the new weights need the memory.
-            self.drop()
-            self.decoder = Decoder.from_state_dict(own_weights(module), **source.options)
-            self._source = source
-        return self.decoder
+        with self._preparing:
+            decoder, made_from = self._prepared
+            if decoder is None or anew or made_from != source:
+                # Before the new weights need the memory.
+                del decoder
+                self.drop()
+                decoder = Decoder.from_state_dict(own_weights(module), **source.options)
+                self._prepared = (decoder, source)
+            return decoder
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:

@@ -72,7 +72,7 @@ def reference_vae(state_dict: dict[str, Tensor]) -> nn.Module:
     unused = vae.load_state_dict(state_dict, strict=False)
     assert not unused.unexpected_keys
     for block in vae.decoder.up_blocks[:3]:
-        block.upsampler.resample[0] = nn.Upsample(scale_factor=2.0, mode="nearest-exact")
+        block.upsampler.resample[0] = nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")
     return vae
 
 

@@ -2,8 +2,16 @@
 """diffusers' VAE with its decode run by this package: the unpatched result, and a fallback for all else."""
 
 import copy
+import functools
+import gc
+import io
 import logging
 import pickle
+import threading
+import time
+import types
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,6 +109,13 @@ def test_video_has_the_type_of_the_vae(vae, latents, made):
     assert made[0].dtype == torch.float32
 
 
+def test_latents_of_another_type_give_the_type_of_the_vae(vae, latents, made):
+    fast_decode.enable(vae.to(torch.bfloat16), backend="torch")
+    video = vae.decode(latents(2, 3, 2).float()).sample
+    assert video.dtype == vae.decode(latents(2, 3, 2).bfloat16()).sample.dtype == torch.bfloat16
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_forward_with_a_generator_is_the_unpatched_one(return_dict, vae, reference_vae, made):
     pixels = torch.randn(1, 3, 5, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -171,7 +186,53 @@ def test_enabling_again_changes_the_options(vae, latents, made):
     vae.decode(z)
     assert [decoder.dtype for decoder in made] == [torch.float32]
     fast_decode.disable(vae)
-    assert "decode" not in vae.__dict__
+    assert type(vae) is AutoencoderKLWan
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_decode_of_the_vae_itself_comes_back(compiled, vae, latents, made, lines):
+    z, stock = latents(1, 1, 1), vae.decode
+    own = torch.compile(stock, backend="eager") if compiled else lambda z, return_dict=True: (stock(z, False)[0] / 2,)
+    vae.decode = own
+    fast_decode.enable(vae, **TORCH)
+    fast_decode.enable(vae, **TORCH)
+    video = vae.decode(z, return_dict=False)[0]
+    assert_same(video, stock(z, False)[0] / (1 if compiled else 2))
+    assert len(made) == compiled
+    assert lines == ([] if compiled else ["decoding with diffusers' own decode: this VAE has a decode of its own"])
+    fast_decode.disable(vae)
+    assert vae.decode is own
+
+
+def test_decode_wrapped_afterwards_stays_and_calls_the_stock_one(vae, reference_vae, latents, made):
+    z = latents(1, 1, 1)
+    fast_decode.enable(vae, **TORCH)
+    enabled = vae.decode
+    vae.decode = wrapped = lambda z: enabled(z)
+    vae.decode(z)
+    assert len(made) == 1
+    fast_decode.disable(vae)
+    assert vae.decode is wrapped
+    assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(z)
+    assert len(made) == 2
+    del vae.decode
+    fast_decode.disable(vae)
+    assert type(vae) is AutoencoderKLWan
+    assert torch.equal(enabled(z).sample, reference_vae.decode(z).sample)
+
+
+def test_compiled_vae_of_a_pipeline_is_enabled(vae, latents, made):
+    pipe = types.SimpleNamespace(vae=torch.compile(vae, backend="eager"))
+    fast_decode.enable(pipe, **TORCH)
+    pipe.vae.decode(latents(1, 1, 1))
+    assert len(made) == 1
+    fast_decode.disable(pipe)
+    assert type(vae) is AutoencoderKLWan
+    pipe.vae = torch.nn.Linear(1, 1)
+    with pytest.raises(InputError, match="not Linear"):
+        fast_decode.enable(pipe)
 
 
 # Flags
@@ -235,7 +296,7 @@ def test_changed_weights_are_the_ones_that_decode(change, vae, latents, made):
 def test_a_vae_that_moves_lets_its_prepared_weights_go(vae, latents, made):
     fast_decode.enable(vae, **TORCH)
     vae.decode(latents(1, 1, 1))
-    prepared = vae.decode.__self__.prepared
+    prepared = vae._fast_decode.prepared
     assert prepared.decoder is made[0]
     vae.to("cpu")
     assert prepared.decoder is made[0]
@@ -243,7 +304,14 @@ def test_a_vae_that_moves_lets_its_prepared_weights_go(vae, latents, made):
     assert prepared.decoder is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae))])
+def saved(vae):
+    file = io.BytesIO()
+    torch.save(vae, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae, 0)), saved])
 def test_copies_decode_by_weights_of_their_own(copied, vae, latents, made):
     z = latents(2, 3, 2)
     fast_decode.enable(vae, **TORCH)
@@ -254,7 +322,60 @@ def test_copies_decode_by_weights_of_their_own(copied, vae, latents, made):
     assert torch.equal(vae.decode(z).sample, before)
     assert len(made) == 2
     other.float()
-    assert vae.decode.__self__.prepared.decoder is not None
+    assert vae._fast_decode.prepared.decoder is not None
+
+
+def test_shallow_copy_decodes_by_its_own_layers(vae, latents, made):
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, **TORCH)
+    before = vae.decode(z).sample
+    other = copy.copy(vae)
+    other._modules = dict(vae._modules)
+    other.decoder = copy.deepcopy(vae.decoder)
+    other.decoder.conv_in.weight.data.mul_(1.2)
+    assert_same(other.decode(z).sample, AutoencoderKLWan.decode(other, z).sample)
+    assert torch.equal(vae.decode(z).sample, before)
+    fast_decode.disable(other)
+    assert type(other) is AutoencoderKLWan is not type(vae)
+
+
+def test_vae_goes_with_its_last_reference(vae, latents):
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(latents(1, 1, 1))
+    other, there = copy.deepcopy(vae), gc.isenabled()
+    gone = weakref.ref(other)
+    gc.disable()
+    del other
+    assert gone() is None
+    if there:
+        gc.enable()
+
+
+def test_threads_get_the_decoder_of_their_own_source(vae, latents, monkeypatch):
+    """Two threads with two types prepare in turns, however they interleave."""
+    prepared, z = module_decoder.ModuleDecoder(), latents(1, 1, 1)
+    both, alone = threading.Barrier(2), threading.Lock()
+    from_state_dict = Decoder.from_state_dict
+
+    def slow(*arguments, **options):
+        assert alone.acquire(blocking=False), "two threads prepare at a time"
+        decoder = from_state_dict(*arguments, **options)
+        time.sleep(0.05)
+        alone.release()
+        return decoder
+
+    monkeypatch.setattr(module_decoder.Decoder, "from_state_dict", slow)
+
+    def prepares(dtype):
+        _, source = prepared.survey(vae, z, backend="torch", dtype=dtype)
+        got = set()
+        for _ in range(3):
+            both.wait(timeout=10)
+            got.add(prepared.prepare(vae, source).dtype)
+        return got
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(prepares, ("float32", "float64"))) == [{torch.float32}, {torch.float64}]
 
 
 def test_saved_vae_is_the_stock_one(vae, tmp_path):
@@ -314,7 +435,7 @@ def test_lack_of_memory_is_diffusers_own_decode(vae, reference_vae, latents, lin
     monkeypatch.setattr(TorchBackend, "output_head", fails)
     z = latents(2, 3, 2)
     assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
-    assert vae.decode.__self__.prepared.decoder is None
+    assert vae._fast_decode.prepared.decoder is None
     assert "a pass of 1 latent frames needs" in lines[0]
 
 
@@ -340,7 +461,7 @@ def test_wrong_latents_raise_what_diffusers_raises(vae, reference_vae, lines):
 def test_options_without_meaning_are_refused_at_once(options, sentence, vae):
     with pytest.raises(InputError, match=sentence):
         fast_decode.enable(vae, **options)
-    assert "decode" not in vae.__dict__
+    assert type(vae) is AutoencoderKLWan
 
 
 def test_other_vaes_are_refused(vae):
@@ -350,3 +471,106 @@ def test_other_vaes_are_refused(vae):
     for call in (fast_decode.enable, fast_decode.disable):
         with pytest.raises(InputError, match="an AutoencoderKLWan or a pipeline with one, not Linear"):
             call(torch.nn.Linear(1, 1))
+
+
+# Code that the weights do not tell
+
+
+class Subclass(AutoencoderKLWan):
+    def decode(self, z, return_dict=True):
+        return super().decode(z * 2, return_dict=return_dict)
+
+
+def replaced_forward(module):
+    module.forward = functools.partial(
+        lambda forward, *arguments, **options: forward(*arguments, **options) * 2, module.forward
+    )
+
+
+def hooked(module, **options):
+    module.register_forward_hook(lambda _, arguments, output: output * 2, **options)
+
+
+def compiled_and_hooked(vae):
+    vae.decoder = torch.compile(vae.decoder, backend="eager")
+    hooked(vae.decoder)
+
+
+def dropping(vae):
+    vae.decoder.mid_block.resnets[0].dropout.p = 0.5
+    vae.train()
+
+
+OTHER_CODE = {
+    "subclass": (lambda vae: setattr(vae, "__class__", Subclass), "this VAE has a decode of its own"),
+    "_decode": (lambda vae: setattr(vae, "_decode", lambda z: DecoderOutput(z)), "this VAE has a decode of its own"),
+    "hook": (lambda vae: hooked(vae.post_quant_conv), "post_quant_conv has forward hooks"),
+    "compiled": (compiled_and_hooked, "decoder has forward hooks"),
+    "pre-hook": (
+        lambda vae: vae.decoder.conv_out.register_forward_pre_hook(
+            lambda _, arguments: (arguments[0] * 2, *arguments[1:])
+        ),
+        "decoder.conv_out has forward hooks",
+    ),
+    "forward": (lambda vae: replaced_forward(vae.decoder.conv_in), "decoder.conv_in has a forward of its own"),
+    "layer": (
+        lambda vae: setattr(vae.decoder, "nonlinearity", torch.nn.GELU()),
+        "decoder.nonlinearity is not the layer that diffusers makes from the VAE's configuration",
+    ),
+    "dropout": (dropping, "decoder.mid_block.resnets.0.dropout drops values, since it is in training mode"),
+}
+
+
+# A VAE is of its class from the beginning.
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        (change, when)
+        for change in OTHER_CODE
+        for when in ("before", "after")
+        if (change, when) != ("subclass", "after")
+    ],
+)
+def test_other_code_is_diffusers_own(change, when, vae, latents, made, lines):
+    z = latents(2, 3, 2)
+    (apply, reason), stock = OTHER_CODE[change], copy.deepcopy(vae)
+    if when == "after":
+        fast_decode.enable(vae, **TORCH)
+    for model in (vae, stock):
+        apply(model)
+    if when == "before":
+        fast_decode.enable(vae, **TORCH)
+    videos = []
+    for model in (vae, stock):
+        torch.manual_seed(0)
+        videos.append(model.decode(z).sample)
+    assert torch.equal(*videos)
+    assert not made
+    assert lines == [f"decoding with diffusers' own decode: {reason}"]
+
+
+@pytest.mark.parametrize("hook", ["AlignDevicesHook", "LayerwiseCastingHook"])
+def test_hooks_of_accelerate_that_move_weights_change_nothing(hook, vae, latents, made, lines):
+    def new_forward(module, *arguments, **options):
+        return module._old_forward(*arguments, **options)
+
+    new_forward.__module__ = "accelerate.hooks"
+    fast_decode.enable(vae, **TORCH)
+    layer = vae.decoder.conv_in
+    layer._hf_hook, layer._old_forward = type(hook, (), {"__module__": "accelerate.hooks"})(), layer.forward
+    layer.forward = functools.update_wrapper(functools.partial(new_forward, layer), layer.forward)
+    vae.decode(latents(1, 1, 1))
+    assert (len(made), len(lines)) == ((1, 0) if hook == "AlignDevicesHook" else (0, 1))
+    # As accelerate removes it.
+    layer.forward = layer._old_forward
+    del layer._hf_hook, layer._old_forward
+    vae.decode(latents(1, 1, 1))
+    assert len(made) == 1
+
+
+def test_compiled_layers_are_the_same_code(vae, reference_vae, latents, made):
+    z = latents(1, 2, 2)
+    vae.decoder = torch.compile(vae.decoder, backend="eager")
+    fast_decode.enable(vae, **TORCH)
+    assert_same(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert len(made) == 1
