@@ -62,8 +62,9 @@ class ModuleDecoder:
         """
         backend = "cuda" if backend == "auto" else backend
         try:
-            reason = _why_not(module, latents, dtype, backend)
-            contents = signature(own_weights(module)) if reason is None else ()
+            tensors = own_weights(module)
+            reason = _why_not(module, tensors, latents, dtype, backend)
+            contents = signature(tensors) if reason is None else ()
         except torch.OutOfMemoryError as error:
             return str(error), None
         except RuntimeError as error:
@@ -112,13 +113,15 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()}
 
 
-def _why_not(module: nn.Module, latents: Tensor, dtype: torch.dtype | str, backend: str) -> str | None:
+def _why_not(
+    module: nn.Module, tensors: dict[str, Tensor], latents: Tensor, dtype: torch.dtype | str, backend: str
+) -> str | None:
     device, _ = _placement(module)
     if latents.device != device:
         return f"latents are on {latents.device}, but the VAE is on {device}; move one of them"
     if torch.is_grad_enabled() and (latents.requires_grad or _learns(module)):
         return "gradients may be needed; decode under torch.no_grad() for the fast path"
-    return why_not(own_weights(module), device=latents.device, dtype=dtype, backend=backend)
+    return why_not(tensors, device=latents.device, dtype=dtype, backend=backend)
 
 
 def _placement(module: Any) -> tuple[torch.device, torch.dtype]:
