@@ -5,6 +5,8 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 SMALL = ("--channels", 8, "--size", "32x16x5", "--device", "cpu", "--repeats", 2)
 
@@ -66,3 +68,10 @@ def test_refusals(cli, tmp_path):
     ended = cli("bench", *SMALL, "--only", "torch:float32", "--out", tmp_path / "times")
     assert ended.status == 2
     assert ended.err.endswith(f"error: --out {tmp_path / 'times'} cannot be written: Is a directory\n")
+
+
+def test_folder_of_other_weights_is_status_2(cli, tmp_path):
+    save_file({"encoder.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
+    ended = cli("bench", "--vae", tmp_path, "--device", "cpu")
+    assert ended.status == 2
+    assert "post_quant_conv.weight" in ended.err

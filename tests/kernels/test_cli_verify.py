@@ -12,6 +12,8 @@ from wan22_vae_decode.accuracy import distance
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.cli import verify
 from wan22_vae_decode.errors import BackendUnavailableError
+from wan22_vae_decode.geometry import Architecture
+from wan22_vae_decode.random_weights import random_state_dict
 
 SMALL = ("--channels", 8, "--size", "32x16x5", "--device", "cpu")
 
@@ -86,7 +88,7 @@ def test_kernels_are_tested_one_by_one_first(failing, cli, monkeypatch):
     monkeypatch.setattr(selftest, "check", check)
     create = backends.create
     monkeypatch.setattr(backends, "create", lambda name, *rest: create("torch", *rest))
-    decoder = verify.Decoder.from_state_dict(verify.random_state_dict(verify.Architecture(8, 4)), backend="torch")
+    decoder = verify.Decoder.from_state_dict(random_state_dict(Architecture(8, 4)), backend="torch")
     said = verify._selftest(decoder)
     assert said == ("The CUDA kernels disagree with the torch ops on this card." if failing else "passed")
 
@@ -95,7 +97,7 @@ def test_kernels_that_do_not_run_on_a_gpu_are_told(monkeypatch):
     def refuse(*_):
         raise BackendUnavailableError("sm_90a needs nvcc 12.3 or newer")
 
-    decoder = verify.Decoder.from_state_dict(verify.random_state_dict(verify.Architecture(8, 4)), backend="torch")
+    decoder = verify.Decoder.from_state_dict(random_state_dict(Architecture(8, 4)), backend="torch")
     monkeypatch.setattr(backends, "create", refuse)
     assert verify._selftest(decoder) == "sm_90a needs nvcc 12.3 or newer"
 

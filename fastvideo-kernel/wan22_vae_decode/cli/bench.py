@@ -19,16 +19,12 @@ from torch import Tensor
 
 import wan22_vae_decode
 from wan22_vae_decode import backends
-from wan22_vae_decode.cli import options
-from wan22_vae_decode.cli.checkpoint import read_weights, vae_folder
+from wan22_vae_decode.cli import options, subject
 from wan22_vae_decode.cli.extras import optional
 from wan22_vae_decode.decoder import DTYPES, Decoder
 from wan22_vae_decode.errors import DecodeError, InputError
-from wan22_vae_decode.geometry import Architecture
-from wan22_vae_decode.random_weights import random_state_dict
 
-GPU_SIZE, CPU_SIZE = (704, 1248, 121), (32, 48, 9)
-CPU_CHANNELS = 16
+GPU_SIZE = (704, 1248, 121)
 
 GPU_ROWS = (
     ("cuda", "float16"),
@@ -62,7 +58,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Times whole decodes, after one that warms up. The torch backend is a reference, written to be "
         "read, and no measure of other decoders.",
     )
-    parser.add_argument("--vae", type=Path, help="folder of a VAE whose weights to take (default: random weights)")
+    subject.add_options(parser, GPU_SIZE)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -73,7 +69,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=options.positive, default=3, help="timed decodes of each (default: 3)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.json and the plot NAME.png")
     options.add_device(parser)
-    options.add_size(parser, *("x".join(map(str, size)) for size in (GPU_SIZE, CPU_SIZE)))
     options.add_json(parser)
     return parser
 
@@ -84,20 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
     on_gpu = device.type == "cuda"
     if arguments.out is not None:
         _check_out(arguments.out)
-    state_dict = _weights(arguments, device, on_gpu)
-    size = arguments.size or (GPU_SIZE if on_gpu else CPU_SIZE)
-    latent = state_dict["post_quant_conv.weight"].shape[1]
-    generator = torch.Generator(device).manual_seed(arguments.seed)
-    latents = torch.randn(options.latents_shape(size, latent), generator=generator, device=device)
+    given = subject.read(arguments, device, GPU_SIZE)
     rows = []
     for backend, dtype in arguments.only or (GPU_ROWS if on_gpu else CPU_ROWS):
         print(f"timing {backend} {dtype} ...", file=sys.stderr)
-        rows.append(_timed(Row(backend, dtype), state_dict, latents, size[2], arguments.repeats))
+        rows.append(_timed(Row(backend, dtype), given, arguments.repeats))
     report = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
-        "size": "x".join(map(str, size)),
-        "weights": "random" if arguments.vae is None else str(arguments.vae),
+        "size": "x".join(map(str, given.size)),
+        "weights": given.origin,
         "repeats": arguments.repeats,
         "versions": {"wan22_vae_decode": wan22_vae_decode.__version__, "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],
@@ -116,19 +107,12 @@ def _check_out(name: Path) -> None:
         raise InputError(f"there is no folder {name.parent} for --out")
 
 
-def _weights(arguments: argparse.Namespace, device: torch.device, on_gpu: bool) -> dict[str, Tensor]:
-    if arguments.vae is not None:
-        return read_weights(vae_folder(arguments.vae))
-    arch = Architecture(arguments.channels or (Architecture.base if on_gpu else CPU_CHANNELS))
-    return random_state_dict(arch, arguments.seed, device, torch.float32)
-
-
-def _timed(row: Row, state_dict: dict[str, Tensor], latents: Tensor, frames: int, repeats: int) -> Row:
+def _timed(row: Row, given: subject.Subject, repeats: int) -> Row:
     """The row with its figures, or with its problem."""
-    device = latents.device
+    latents, device = given.latents, given.latents.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
-        decoder = Decoder.from_state_dict(state_dict, device=device, dtype=row.dtype, backend=row.backend)
+        decoder = Decoder.from_state_dict(given.state_dict, device=device, dtype=row.dtype, backend=row.backend)
         decoder.decode(latents)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +121,7 @@ def _timed(row: Row, state_dict: dict[str, Tensor], latents: Tensor, frames: int
         row.problem = str(error)
         return row
     row.seconds, row.spread_s = statistics.median(seconds), max(seconds) - min(seconds)
-    row.frames_per_s = frames / row.seconds
+    row.frames_per_s = given.size[2] / row.seconds
     if device.type == "cuda":
         row.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
         torch.cuda.empty_cache()

@@ -6,26 +6,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from wan22_vae_decode import backends
 from wan22_vae_decode.accuracy import distance, strict_float32
-from wan22_vae_decode.cli import options
-from wan22_vae_decode.cli.checkpoint import read_weights, vae_folder
+from wan22_vae_decode.cli import options, subject
 from wan22_vae_decode.decoder import Decoder
 from wan22_vae_decode.errors import BackendUnavailableError, InputError
-from wan22_vae_decode.geometry import Architecture
-from wan22_vae_decode.random_weights import random_state_dict
 
 # Some dB below what decoders of right arithmetic reach with random weights.
 LEAST_DB = {torch.float16: 60.0, torch.bfloat16: 40.0, torch.float32: 100.0}
 
-GPU_SIZE, CPU_SIZE = (704, 1248, 9), (32, 48, 9)
-CPU_CHANNELS = 16
+GPU_SIZE = (704, 1248, 9)
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -36,13 +30,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "and with plain torch in float32 without TF32 (float64 if the decoder computes in float32), and compares the "
         "videos by PSNR. Without a GPU it does this with the torch backend, at a small size.",
     )
-    parser.add_argument("--vae", type=Path, help="folder of a VAE whose weights to take (default: random weights)")
+    subject.add_options(parser, GPU_SIZE)
     parser.add_argument(
         "--min-db",
         type=options.finite,
         help="least PSNR of the worst frame (default: float16 60, bfloat16 40, float32 100)",
     )
-    options.add_size(parser, *("x".join(map(str, size)) for size in (GPU_SIZE, CPU_SIZE)))
     options.add_decoder(parser)
     options.add_json(parser)
     return parser
@@ -54,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     small = device.type != "cuda"
     if small:
         print(f"no GPU is used: this verifies the torch backend on {device}, not the kernels", file=sys.stderr)
-    state_dict = _weights(arguments, device, small)
+    given = subject.read(arguments, device, GPU_SIZE)
     decoder = Decoder.from_state_dict(
-        state_dict,
+        given.state_dict,
         device=device,
         dtype=arguments.dtype,
         backend=arguments.backend,
@@ -68,32 +61,22 @@ def run(arguments: argparse.Namespace) -> int:
         "backend": decoder.backend,
         "dtype": _name(decoder.dtype),
         "device": _device_name(device),
-        "weights": "random" if arguments.vae is None else str(arguments.vae),
+        "weights": given.origin,
     }
     # Where the kernels are not asked for, or do not compute in the type that is, nothing about them is amiss.
     wanted = arguments.backend != "torch" and not small and decoder.dtype != torch.float32
     result["selftest"] = _selftest(decoder) if wanted else "none"
-    size = arguments.size or (CPU_SIZE if small else GPU_SIZE)
-    generator = torch.Generator(device).manual_seed(arguments.seed)
-    latents = torch.randn(options.latents_shape(size, decoder.arch.latent), generator=generator, device=device)
-    video = decoder.decode(latents)
+    video = decoder.decode(given.latents)
     wider = torch.float64 if decoder.dtype == torch.float32 else torch.float32
     with strict_float32():
-        oracle = Decoder.from_state_dict(state_dict, device=device, dtype=wider, backend="torch")
-        found = distance(video, oracle.decode(latents, wider))
+        oracle = Decoder.from_state_dict(given.state_dict, device=device, dtype=wider, backend="torch")
+        found = distance(video, oracle.decode(given.latents, wider))
     least = LEAST_DB[decoder.dtype] if arguments.min_db is None else arguments.min_db
-    result |= {"size": "x".join(map(str, size)), "reference": f"torch, {_name(wider)}", "least_db": least}
+    result |= {"size": "x".join(map(str, given.size)), "reference": f"torch, {_name(wider)}", "least_db": least}
     result |= found._asdict()
     result["ok"] = result["selftest"] in ("passed", "none") and found.worst_frame_db >= least
     print(json.dumps(result) if arguments.json else _text(result))
     return 0 if result["ok"] else 1
-
-
-def _weights(arguments: argparse.Namespace, device: torch.device, small: bool) -> dict[str, Tensor]:
-    if arguments.vae is not None:
-        return read_weights(vae_folder(arguments.vae))
-    arch = Architecture(arguments.channels or (CPU_CHANNELS if small else Architecture.base))
-    return random_state_dict(arch, arguments.seed, device, torch.float32)
 
 
 def _selftest(decoder: Decoder) -> str:
