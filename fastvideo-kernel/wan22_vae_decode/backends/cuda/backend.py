@@ -113,8 +113,10 @@ class CudaBackend(Backend):
             scores = min(frames, heuristics.ATTENTION_FRAMES) * pixels * (2 * pixels + shape.c_in)
             return (frames * pixels * 5 * shape.c_in + scores) * size
         if op == "winograd_conv3d":
-            down, across = winograd.tiles(shape.rows, shape.cols, shape.tile_columns)
-            tile_row = across * _tile_bytes(shape.tile_columns, shape.frames, shape.c_in, shape.c_out, size)
+            down, _ = winograd.tiles(shape.rows, shape.cols, shape.tile_columns)
+            tile_row = heuristics.tile_row_bytes(
+                shape.tile_columns, shape.cols, shape.frames, shape.c_in, shape.c_out, size
+            )
             return heuristics.tile_rows_per_band(down, tile_row) * tile_row
         return 0
 
@@ -206,7 +208,7 @@ class CudaBackend(Backend):
         if out is None:
             out = source.new_empty(batch, frames, rows, cols, c_out)
         count, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
-        tile_row = across * _tile_bytes(conv.columns, frames, c_in, c_out, source.element_size())
+        tile_row = heuristics.tile_row_bytes(conv.columns, cols, frames, c_in, c_out, source.element_size())
         band = heuristics.tile_rows_per_band(down, tile_row)
         component_scratch = source.new_empty(count * (frames + 2) * band * across * c_in)
         product_scratch = source.new_empty(count * frames * band * across * c_out)
@@ -426,11 +428,6 @@ class CudaBackend(Backend):
 
 def _halo_of(halo: Halo | None, item: int) -> Halo | None:
     return None if halo is None else Halo(halo.above[item], halo.below[item])
-
-
-def _tile_bytes(columns: int, frames: int, c_in: int, c_out: int, size: int) -> int:
-    """Bytes of one tile's components and products in all frames."""
-    return winograd.components(columns) * ((frames + 2) * c_in + frames * c_out) * size
 
 
 def _leading(scratch: Tensor, *shape: int) -> Tensor:

@@ -3,6 +3,7 @@
 
 import torch
 
+from wan22_vae_decode import winograd
 from wan22_vae_decode.backends.cuda.targets import Target
 
 WINOGRAD_COLUMNS = {1: 3, 2: 4, 3: 4}
@@ -48,6 +49,18 @@ def winograd_columns(level: int, c_in: int, split_rows: bool) -> int:
 def upsample_method(dtype: torch.dtype, channels: int) -> str:
     """ "products" where they pay; bfloat16 would lose accuracy in the differences."""
     return "products" if dtype == torch.float16 and channels >= UPSAMPLE_PRODUCTS_CHANNELS else "phases"
+
+
+def tile_row_bytes(columns: int, cols: int, frames: int, c_in: int, c_out: int, size: int) -> int:
+    """Bytes of the components and products of one row of Winograd tiles in all frames.
+
+    Args:
+        columns: of a tile.
+        cols: of the image.
+        size: bytes of an element.
+    """
+    _, across = winograd.tiles(1, cols, columns)
+    return across * winograd.components(columns) * ((frames + 2) * c_in + frames * c_out) * size
 
 
 def tile_rows_per_band(tile_rows: int, bytes_per_tile_row: int) -> int:
