@@ -10,6 +10,7 @@ whatever stands there is replaced. --check writes nothing and exits with 1 if a 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -73,14 +74,35 @@ def rewritten(page: str, results: Path) -> str:
     return BLOCK.sub(block, page)
 
 
+Table = Callable[[dict[str, Any]], str]
+
+
+def _made_of(name: str, part: str | None = None, plot: str = "") -> Callable[[Table], Callable[[Path], str]]:
+    """Makes of a function of NAME.json one of the folder of results, which says so if it holds none, or not this part
+    of it. The plot follows, under this description, where the run left one.
+    """
+
+    def decorate(table: Table) -> Callable[[Path], str]:
+        @functools.wraps(table)
+        def made(results: Path) -> str:
+            file, picture = results / f"{name}.json", results / f"{name}.png"
+            report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+            if not report or (part is not None and not report.get(part)):
+                return f"*No result is committed yet; `benchmarks/{name}.py` writes it.*"
+            shown = plot and picture.exists()
+            return table(report) + (f"\n\n![{plot}](../benchmarks/results/{name}.png)" if shown else "")
+
+        return made
+
+    return decorate
+
+
 # decode.json
 
 
-def decode_accuracy(results: Path) -> str:
+@_made_of("decode")
+def decode_accuracy(report: dict[str, Any]) -> str:
     """PSNR and SSIM of every decoder with both weight sets."""
-    report = _read(results, "decode")
-    if report is None:
-        return _missing("decode")
     sets = _sets(report)
     rows = []
     for row in report["rows"]:
@@ -100,11 +122,9 @@ def decode_accuracy(results: Path) -> str:
     return f"{_origin(report)} {note}\n\n{_table(header, rows)}"
 
 
-def decode_time(results: Path) -> str:
+@_made_of("decode")
+def decode_time(report: dict[str, Any]) -> str:
     """Seconds and memory of every decoder."""
-    report = _read(results, "decode")
-    if report is None:
-        return _missing("decode")
     lengths = sorted({length for row in report["rows"] for length in row["ms"]}, key=int)
     header = ["decoder"]
     for length in lengths:
@@ -126,11 +146,9 @@ def decode_time(results: Path) -> str:
 # ops.json
 
 
-def ops(results: Path) -> str:
+@_made_of("ops")
+def ops(report: dict[str, Any]) -> str:
     """What the ops of a decode of 121 frames add up to, by kind."""
-    report = _read(results, "ops")
-    if report is None:
-        return _missing("ops")
     passes = LATENT_FRAMES / report["latent_frames"]
     counted = [row | {"total": passes * row["count"] * row["ms"]} for row in report["rows"] if row["count"]]
     whole = sum(row["total"] for row in counted)
@@ -152,11 +170,9 @@ def ops(results: Path) -> str:
     return f"{_origin(report)} {setting}; {ceilings}. Sum: {whole:.0f} ms.\n\n{table}"
 
 
-def winograd_kernels(results: Path) -> str:
+@_made_of("ops")
+def winograd_kernels(report: dict[str, Any]) -> str:
     """The three kernels of a Winograd conv, on one band of tiles of each layer shape."""
-    report = _read(results, "ops")
-    if report is None:
-        return _missing("ops")
     wanted = [row["shape"] for row in report["rows"] if row["op"] == WINOGRAD_PARTS[0]]
     rows = []
     for shape in wanted:
@@ -169,11 +185,9 @@ def winograd_kernels(results: Path) -> str:
 # winograd_levels.json
 
 
-def winograd_levels(results: Path) -> str:
+@_made_of("winograd_levels")
+def winograd_levels(report: dict[str, Any]) -> str:
     """Accuracy and time of the decode by the levels that run in Winograd form."""
-    report = _read(results, "winograd_levels")
-    if report is None:
-        return _missing("winograd_levels")
     sets = _sets(report)
     rows = []
     for row in report["rows"]:
@@ -187,22 +201,18 @@ def winograd_levels(results: Path) -> str:
 # stream_memory.json and decode_parallel.json
 
 
-def stream_memory(results: Path) -> str:
+@_made_of("stream_memory", plot="Peak memory against frames")
+def stream_memory(report: dict[str, Any]) -> str:
     """Peak memory by length and way to decode."""
-    report = _read(results, "stream_memory")
-    if report is None:
-        return _missing("stream_memory")
     header = ["GiB beside the weights", *(f"{frames} frames" for frames in report["frames"])]
     table = _table(header, [[row["mode"], *(f"{gib:.1f}" for gib in row["peak_gib"])] for row in report["rows"]])
     note = f"{report['size']}, {report['backend']} {report['dtype']}."
-    return f"{_origin(report)} {note}\n\n{table}{_plot(results, 'stream_memory', 'Peak memory against frames')}"
+    return f"{_origin(report)} {note}\n\n{table}"
 
 
-def decode_parallel(results: Path) -> str:
+@_made_of("decode_parallel", plot="Time and memory against ranks")
+def decode_parallel(records: dict[str, Any]) -> str:
     """The latest run of every number of ranks that can be compared with the last run of all."""
-    records = _read(results, "decode_parallel")
-    if not records:
-        return _missing("decode_parallel")
     last = list(records.values())[-1]
     setting = ("device", "versions", "size", "decoder_width", "dtype", "backend")
     runs = {run["world"]: run for run in records.values() if all(run[key] == last[key] for key in setting)}
@@ -217,17 +227,15 @@ def decode_parallel(results: Path) -> str:
             rows.append([str(world), frames, *figures, _figure(clip["psnr_db"], 1)])
     note = f"{last['size']}, {last['backend']} {last['dtype']}. Bytes are those that the busiest rank sent."
     table = _table(header, rows)
-    return f"{_origin(last)} {note}\n\n{table}{_plot(results, 'decode_parallel', 'Time and memory against ranks')}"
+    return f"{_origin(last)} {note}\n\n{table}"
 
 
 # pan2_fusions.json and pan2.json
 
 
-def pan2_fusions(results: Path) -> str:
+@_made_of("pan2_fusions", part="ops")
+def pan2_fusions(report: dict[str, Any]) -> str:
     """The transformer's elementwise groups, three ways."""
-    report = _read(results, "pan2_fusions")
-    if report is None or not report.get("ops"):
-        return _missing("pan2_fusions")
     rows = [
         [
             f"`{op['name']}`",
@@ -242,11 +250,9 @@ def pan2_fusions(results: Path) -> str:
     return f"{_origin(report)} {note}\n\n{_table(header, rows)}"
 
 
-def pan2_forward(results: Path) -> str:
+@_made_of("pan2_fusions", part="forward")
+def pan2_forward(report: dict[str, Any]) -> str:
     """One evaluation of the whole transformer, three ways."""
-    report = _read(results, "pan2_fusions")
-    if report is None or not report.get("forward"):
-        return _missing("pan2_fusions")
     forward = report["forward"]
     names = {"eager": "torch", "compiled": "torch.compile", "fused": "Triton kernels"}
     rows = [[names.get(way, way), f"{ms / 1000:.2f}"] for way, ms in forward["median_ms"].items()]
@@ -257,11 +263,9 @@ def pan2_forward(results: Path) -> str:
     return f"{_origin(report)} {note}\n\n{_table(['a forward', 's'], rows)}"
 
 
-def pan2(results: Path) -> str:
+@_made_of("pan2")
+def pan2(report: dict[str, Any]) -> str:
     """Seconds of each stage of the demo with the VAE at its real size, and one guided step of the real transformer."""
-    report = _read(results, "pan2")
-    if report is None:
-        return _missing("pan2")
     parts = []
     run = report.get("full_vae")
     if run:
@@ -284,15 +288,6 @@ def pan2(results: Path) -> str:
 
 
 # Their parts
-
-
-def _read(results: Path, name: str) -> Any:
-    file = results / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-def _missing(name: str) -> str:
-    return f"*No result is committed yet; `benchmarks/{name}.py` writes it.*"
 
 
 def _origin(report: dict[str, Any]) -> str:
@@ -318,12 +313,6 @@ def _figure(value: float | None, digits: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.02 else f"{100 * share:.1f} %"
-
-
-def _plot(results: Path, name: str, alt: str) -> str:
-    """The plot, where the run left one."""
-    exists = (results / f"{name}.png").exists()
-    return f"\n\n![{alt}](../benchmarks/results/{name}.png)" if exists else ""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
