@@ -40,21 +40,6 @@ def vae(reference_vae):
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Every decoder that is prepared."""
-    decoders = []
-
-    class Counted(Decoder):
-        @classmethod
-        def from_state_dict(cls, *arguments, **options):
-            decoders.append(super().from_state_dict(*arguments, **options))
-            return decoders[-1]
-
-    monkeypatch.setattr(module_decoder, "Decoder", Counted)
-    return decoders
-
-
-@pytest.fixture
 def lines():
     """What the package logs."""
     log.forget()

@@ -4,15 +4,28 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 PIPELINES = Path(__file__).parent
 SCRIPTS = PIPELINES / "scripts"
+
+
+@pytest.fixture(scope="module")
+def tiny(scripts: Path) -> Iterator[SimpleNamespace]:
+    """What ``vae_tiny.py`` makes, for tests of it on one thread: more would wait for each other on such tensors."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import runpy
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,15 +19,6 @@ from fastvideo.pipelines.pan2.stages import decoding
 from fastvideo.pipelines.pipeline_batch_info import ForwardBatch
 
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
-
-
-@pytest.fixture(scope="module")
-def tiny(scripts) -> Iterator[SimpleNamespace]:
-    threads = torch.get_num_threads()
-    # More would only wait for each other on tensors of this size.
-    torch.set_num_threads(1)
-    yield SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
-    torch.set_num_threads(threads)
 
 
 def written(video: torch.Tensor) -> torch.Tensor:

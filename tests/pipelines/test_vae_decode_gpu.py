@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import runpy
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +13,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
-
-
-@pytest.fixture(scope="module")
-def tiny(scripts) -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
 
 
 @torch.no_grad()

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import logging
-import runpy
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +15,6 @@ from fastvideo.models.vaes.wanvae import AutoencoderKLWan as UpstreamAutoencoder
 
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
 FALLBACK = "Decoding with FastVideo's own decode: "
-
-
-@pytest.fixture(scope="module")
-def tiny(scripts) -> Iterator[SimpleNamespace]:
-    threads = torch.get_num_threads()
-    # More would only wait for each other on tensors of this size.
-    torch.set_num_threads(1)
-    yield SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import runpy
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,33 +13,7 @@ import torch
 from fastvideo.models.vaes import wan22_decode
 from torch import nn
 
-from wan22_vae_decode import Decoder, module_decoder
-
 KERNEL = {"decode_kernel": True, "decode_backend": "torch"}
-
-
-@pytest.fixture(scope="module")
-def tiny(scripts) -> Iterator[SimpleNamespace]:
-    threads = torch.get_num_threads()
-    # More would only wait for each other on tensors of this size.
-    torch.set_num_threads(1)
-    yield SimpleNamespace(**runpy.run_path(str(scripts / "vae_tiny.py")))
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def made(monkeypatch) -> list[Decoder]:
-    """Every decoder that the VAE makes."""
-    decoders: list[Decoder] = []
-
-    class Counted(Decoder):
-        @classmethod
-        def from_state_dict(cls, *arguments, **options):
-            decoders.append(super().from_state_dict(*arguments, **options))
-            return decoders[-1]
-
-    monkeypatch.setattr(module_decoder, "Decoder", Counted)
-    return decoders
 
 
 @torch.no_grad()
