@@ -63,7 +63,7 @@ def detached(tensor: Tensor) -> Tensor:
     """The tensor without its gradients, also a parameter that was made in inference mode and moved or retyped outside:
     it has no version counter, which every view of it would share.
     """
-    if tensor.is_inference() or _version(tensor) >= 0:
+    if tensor.is_inference() or version(tensor) >= 0:
         return tensor.detach()
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     memory = tensor.untyped_storage()
@@ -144,10 +144,10 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:
     """A cheap value that changes when a tensor is replaced, moved, retyped or written in place (``_version``)."""
-    return tuple((name, t.data_ptr(), _version(t), t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())
+    return tuple((name, t.data_ptr(), version(t), t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """How often a tensor was written in place, or -1 if inference mode left it without a counter."""
     try:
         return tensor._version

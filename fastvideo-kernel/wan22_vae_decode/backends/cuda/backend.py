@@ -24,8 +24,7 @@ from wan22_vae_decode.layers import (
     UpsampleConv,
     WinogradConv,
 )
-
-HEAD_CHANNELS = 112
+from wan22_vae_decode.weights import HEAD_CHANNELS, version
 
 
 class Padded(NamedTuple):
@@ -161,7 +160,7 @@ class CudaBackend(Backend):
             return self._padded(x, norm, history, halo)
         batch, _, rows, cols, channels = x.shape
         kept = x.new_empty(batch, 2, rows + (2 if halo else 0), cols, channels)
-        return Deferred(x, norm, history, halo, kept, _version(x)), kept
+        return Deferred(x, norm, history, halo, kept, version(x)), kept
 
     def _padded(
         self, x: Tensor, norm: Tensor | None, history: Tensor | None, halo: Halo | None
@@ -199,7 +198,7 @@ class CudaBackend(Backend):
         self, x: Deferred, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         source = x.x
-        if _version(source) != x.version:
+        if version(source) != x.version:
             raise ValueError("the input of a Winograd conv was written before the conv read it")
         if out is not None and out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
             raise ValueError("a Winograd conv cannot write into its own input")
@@ -433,11 +432,6 @@ def _halo_of(halo: Halo | None, item: int) -> Halo | None:
 def _leading(scratch: Tensor, *shape: int) -> Tensor:
     """The first elements of a flat tensor, in a shape."""
     return scratch[: math.prod(shape)].view(shape)
-
-
-def _version(x: Tensor) -> int:
-    """torch's count of writes to a tensor, which tensors made in inference mode do not have."""
-    return 0 if x.is_inference() else x._version
 
 
 def _count_write(x: Tensor) -> None:
