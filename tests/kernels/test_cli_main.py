@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wan22_vae_decode
-from wan22_vae_decode.cli import bench, doctor, extras
+from wan22_vae_decode.cli import doctor, extras, subject
 
 COMMANDS = ("doctor", "build", "verify", "bench", "decode")
 
@@ -100,7 +100,7 @@ def test_lack_of_memory_is_one_line(cli, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words.")
 
-    monkeypatch.setattr(bench, "random_state_dict", full)
+    monkeypatch.setattr(subject, "random_state_dict", full)
     assert cli("bench", "--device", "cpu") == (
         2,
         "",
