@@ -23,9 +23,12 @@ __device__ inline float sum_of_squares(uint4 bits) {
   return sum;
 }
 
-__device__ inline float inverse_norm(float sum) { return rsqrtf(fmaxf(sum, 1e-24f)); }
-
-// Flushing denormals loses nothing in 1 + e and 1 / e, and saves the instructions that would rescale them.
+// Flushing denormals loses nothing in the following, and saves the instructions that would rescale them.
+__device__ inline float inverse_norm(float sum) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaxf(sum, 1e-24f)));
+  return y;
+}
 __device__ inline float exp2_flushed(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -3,7 +3,8 @@
 //   d[l, m, n] = sum_{tap, c} a[l, m, tap, c] * b[l, n, tap, c] + bias[n] (+ residual[l, m, n])
 // Every operand has free strides in l, m (n) and tap, so the windows of a may overlap: with stride_tap = one frame it
 // is a causal temporal conv, with one tap a 1x1x1 conv, with 36 batches the products of F(4x4,3x3) Winograd. Tiled TMA
-// for both operands, persistent cooperative schedule. Bound: tensor cores; 80 to 93 % of a cuBLAS matmul's rate.
+// for both operands, persistent schedule. Bound: tensor cores, and with all of them busy the card's power: a sustained
+// run lowers the clock.
 #include "tap_gemm.cuh"
 
 #include "sm90_gemm.cuh"
@@ -18,23 +19,23 @@ namespace wan::WAN_SM90 {
 using TapStride = Stride<int64_t, Stride<_1, int64_t>, int64_t>;  // (M or N, (channel, tap), batch)
 using TapShape = Shape<int, int, Shape<int, int>, int>;
 
-template <int TileN, class EpilogueOp>
+template <class Tile, class Schedule, class EpilogueOp>
 struct TapGemm {
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, TapStride, 8, Element, TapStride, 8, float,
-      Shape<Int<kTileM>, Int<TileN>, Shape<Int<kTileK>, _1>>, ClusterShape,
+      decltype(make_shape(get<0>(Tile{}), get<1>(Tile{}), make_shape(get<2>(Tile{}), _1{}))), ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename EpilogueOp::SharedStorage)>,
-      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+      Schedule>::CollectiveOp;
   static_assert(Mainloop::DispatchPolicy::Stages >= 3,
                 "fewer than three stages leave the tensor cores waiting for TMA");
   using Kernel = cutlass::gemm::kernel::GemmUniversal<TapShape, Mainloop, EpilogueOp>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 };
 
-template <int TileN, class EpilogueOp>
+template <class Tile, class Schedule, class EpilogueOp>
 int run_tap_gemm(const TapGemmProblem& p, const void* a, const void* b, typename EpilogueOp::Arguments epilogue,
                  int device, cudaStream_t stream) {
-  using Gemm = typename TapGemm<TileN, EpilogueOp>::Gemm;
+  using Gemm = typename TapGemm<Tile, Schedule, EpilogueOp>::Gemm;
   const TapStride stride_a{p.a_stride_m, {_1{}, p.a_stride_tap}, p.a_stride_batch};
   const TapStride stride_b{p.b_stride_n, {_1{}, p.b_stride_tap}, p.b_stride_batch};
   typename Gemm::Arguments arguments{
@@ -50,11 +51,12 @@ int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float*
              int device, cudaStream_t stream) {
   const StrideD stride{p.d_stride_m, _1{}, p.d_stride_batch};
   if (bias == nullptr && residual == nullptr) {
-    return run_tap_gemm<TileN, PlainEpilogue<TileN>>(p, a, b, plain_epilogue_arguments<TileN>(d, stride), device,
-                                                     stream);
+    return run_tap_gemm<typename Plain<TileN>::Tile, typename Plain<TileN>::Schedule, PlainEpilogue<TileN>>(
+        p, a, b, plain_epilogue_arguments<TileN>(d, stride), device, stream);
   }
-  return run_tap_gemm<TileN, Epilogue<TileN>>(p, a, b, epilogue_arguments<Epilogue<TileN>>(bias, residual, d, stride),
-                                              device, stream);
+  using Tile = Shape<Int<kTileM>, Int<TileN>, Int<kTileK>>;
+  return run_tap_gemm<Tile, cutlass::gemm::KernelTmaWarpSpecializedCooperative, Epilogue<TileN>>(
+      p, a, b, epilogue_arguments<Epilogue<TileN>>(bias, residual, d, stride), device, stream);
 }
 
 }  // namespace wan::WAN_SM90

@@ -34,29 +34,20 @@ namespace winograd {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kHistory = 2;
 constexpr int kSteps = 3;  // more would save little SiLU and leave too few blocks to share out evenly
 
-// A pixel's channels, or null for zeros; `raw` values enter as they are.
-struct Source {
-  const uint4* pixel;
-  bool raw;
-};
+constexpr int kStepLines = kTileRows * kSteps + 2;  // rows of pixels that a block reads
 
-// Frame with history, row and column of the image; any of the latter two may lie outside.
-__device__ inline Source locate(const WinogradInputArguments& a, int frame, int row, int column) {
-  const int64_t vectors = a.channels / 8;
-  if (column < 0 || column >= a.columns || row < -a.edge || row >= a.rows + a.edge) return {nullptr, true};
+// A row of pixels of the block's frame, numbered from the image's first: null where it is all zeros.
+__device__ inline const uint4* locate(const WinogradInputArguments& a, int frame, int row) {
+  if (row < -a.edge || row >= a.rows + a.edge) return nullptr;
+  const int64_t line = int64_t(a.columns) * (a.channels / 8);
   if (frame < kHistory) {
     const uint4* history = static_cast<const uint4*>(a.history);
-    if (history == nullptr) return {nullptr, true};
-    const int64_t line = int64_t(frame) * (a.rows + 2 * a.edge) + row + a.edge;
-    return {history + (line * a.columns + column) * vectors, true};
+    return history == nullptr ? nullptr : history + (int64_t(frame) * (a.rows + 2 * a.edge) + row + a.edge) * line;
   }
   const int64_t t = frame - kHistory;
-  const bool raw = a.gamma == nullptr;
-  if (row < 0 || row >= a.rows) {
-    const uint4* halo = static_cast<const uint4*>(row < 0 ? a.above : a.below);
-    return {halo + (t * a.columns + column) * vectors, raw};
-  }
-  return {static_cast<const uint4*>(a.x) + ((t * a.rows + row) * a.columns + column) * vectors, raw};
+  if (row < 0) return static_cast<const uint4*>(a.above) + t * line;
+  if (row >= a.rows) return static_cast<const uint4*>(a.below) + t * line;
+  return static_cast<const uint4*>(a.x) + (t * a.rows + row) * line;
 }
 
 // Four channels of a pixel. Volatile, because the compiler would keep a whole tile in registers, where it does not fit.
@@ -131,16 +122,24 @@ __device__ inline void keep_strip(const WinogradInputArguments& a, const uint4* 
 // kVectors 16-byte vectors a lane hold a pixel, kPixels of them in flight; a strip has kTiles tiles of kTileColumns.
 template <typename T, int kTileColumns, int kVectors, int kTiles, int kPixels>
 __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __grid_constant__ WinogradInputArguments a) {
-  constexpr int kWidth = kTileColumns + 2, kColumns = kTileColumns * kTiles + 2, kStrip = kLines * kColumns;
+  constexpr int kWidth = kTileColumns + 2, kColumns = kTileColumns * kTiles + 2;
   constexpr int kPitch = 32 * kVectors;  // vectors between pixels, whatever the channels, so that offsets are constant
   extern __shared__ uint4 strip[];       // [6, kColumns, kPitch]
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ const uint4* lines[kStepLines];
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
   const int vectors = a.channels / 8;
   const int frame = blockIdx.z, first_tile = blockIdx.x * kTiles;
   const int first_row = kSteps * static_cast<int>(blockIdx.y), left = kTileColumns * first_tile - 1;
+  const bool raw = a.gamma == nullptr || frame < kHistory;
   constexpr bool kHeld = kVectors == 1;  // gamma in registers; more of it would not fit beside a tile
-  float gammas[8];
-  if (kHeld && a.gamma != nullptr && lane < vectors) load_floats(a.gamma + 8 * lane, gammas);
+  float gammas[8] = {};
+  if (kHeld && !raw && lane < vectors) load_floats(a.gamma + 8 * lane, gammas);
+  if (threadIdx.x < kStepLines) {
+    const int top = kTileRows * (a.first_tile_row + first_row) - 1;
+    lines[threadIdx.x] = locate(a, frame, top + static_cast<int>(threadIdx.x));
+  }
+  __syncthreads();
 
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(strip));
   const int quads = a.channels / 4;
@@ -151,46 +150,47 @@ __global__ void __launch_bounds__(kThreads, 3) winograd_input_kernel(const __gri
     const int top = kTileRows * (a.first_tile_row + first_row + step) - 1;
     const int ring = kTileRows * step % kLines;  // its first row; even, so that pairs of rows stay together
     const int held = step == 0 ? 0 : (kLines - kTileRows) * kColumns;
-    for (int first = held + warp; first < kStrip; first += kWarps * kPixels) {
-      Source sources[kPixels];
+    int row = held / kColumns + warp / kColumns, column = warp % kColumns;
+    while (row < kLines) {
       uint4 data[kPixels][kVectors];
+      uint4* targets[kPixels];  // null: none
 #pragma unroll
       for (int p = 0; p < kPixels; ++p) {
-        const int pixel = first + p * kWarps;
-        const int row = pixel / kColumns, column = pixel % kColumns;
-        sources[p] = pixel < kStrip ? locate(a, frame, top + row, left + column) : Source{nullptr, true};
+        const uint4* source = row < kLines ? lines[kTileRows * step + row] : nullptr;
+        const bool image = source != nullptr && static_cast<unsigned>(left + column) < static_cast<unsigned>(a.columns);
+        source += (left + column) * vectors + lane;
 #pragma unroll
         for (int n = 0; n < kVectors; ++n) {
-          const bool load = sources[p].pixel != nullptr && lane + 32 * n < vectors;
-          data[p][n] = load ? __ldg(sources[p].pixel + lane + 32 * n) : make_uint4(0, 0, 0, 0);
+          const bool load = image && lane + 32 * n < vectors;
+          data[p][n] = load ? __ldg(source + 32 * n) : make_uint4(0, 0, 0, 0);
+        }
+        const int place = row + ring < kLines ? row + ring : row + ring - kLines;
+        targets[p] = row < kLines ? strip + (place * kColumns + column) * kPitch : nullptr;
+        column += kWarps;
+#pragma unroll
+        for (int wrap = 0; wrap < (kWarps + kColumns - 1) / kColumns; ++wrap) {
+          if (column >= kColumns) column -= kColumns, ++row;
         }
       }
 #pragma unroll
       for (int p = 0; p < kPixels; ++p) {
-        const int pixel = first + p * kWarps;
-        if (pixel >= kStrip) break;
-        if (!sources[p].raw) {
+        if (targets[p] == nullptr) break;
+        if (!raw) {  // zeros stay zeros
           float sum = 0.0f;
 #pragma unroll
           for (int n = 0; n < kVectors; ++n) sum += sum_of_squares<T>(data[p][n]);
           const float scale = inverse_norm(warp_sum(sum));
 #pragma unroll
           for (int n = 0; n < kVectors; ++n) {
-            if (lane + 32 * n >= vectors) continue;
             if constexpr (kHeld) {
               data[p][n] = normalise<T, true>(data[p][n], scale, gammas);
-            } else {
+            } else if (lane + 32 * n < vectors) {
               data[p][n] = normalise<T, true>(data[p][n], scale, a.gamma + 8 * (lane + 32 * n));
             }
           }
         }
-        // The ring's pixels are numbered through, so that its end wraps like its rows.
-        const int place = pixel + ring * kColumns;
-        uint4* target = strip + (place < kStrip ? place : place - kStrip) * kPitch;
 #pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-          if (lane + 32 * n < vectors) target[lane + 32 * n] = data[p][n];
-        }
+        for (int n = 0; n < kVectors; ++n) targets[p][lane + 32 * n] = data[p][n];
       }
     }
     __syncthreads();
