@@ -241,7 +241,10 @@ class _Preparation:
         if tile_columns:
             # In parts, because the float64 components are sixteen times the weights of a half-precision decoder.
             parts = weight.split(_TRANSFORM_CHANNELS)
-            components = [self.typed(winograd.transform_weight(part, tile_columns)) for part in parts]
+            components = [
+                winograd.round_weight(winograd.transform_weight(part, tile_columns), self.backend.dtype)
+                for part in parts
+            ]
             return WinogradConv(torch.cat(components, dim=1), bias, tile_columns)
         return Conv(self.typed(weight), bias)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from wan22_vae_decode import DecodeError, Decoder, OutOfMemoryError, weights
+from wan22_vae_decode.backends.torch import TorchBackend
 
 PER_PASS = 2
 FRAMES = 6
@@ -105,6 +106,20 @@ def test_latents_beyond_float16_count_as_overflow(state_dict, latents, caplog):
     z[0, 0, 1] = 1e6
     video = decode(state_dict, z, "float16")
     assert torch.isfinite(video).all()
+    assert len(caplog.records) == 1
+
+
+def test_winograd_weights_beyond_float16_count_as_overflow(make_state_dict, latents, caplog):
+    tensors = make_state_dict()
+    tensors["decoder.up_blocks.2.resnets.1.conv1.weight"][3, 5] = 1e6
+    z = latents(2, 2, 2).float()
+
+    def make(dtype, levels):
+        return TorchBackend(torch.device("cpu"), dtype, winograd_levels=levels)
+
+    expected = decode(tensors, z, "bfloat16", backend=make(torch.bfloat16, {2: 4}))
+    video = decode(tensors, z, "float16", backend=make(torch.float16, {2: 4}))
+    assert torch.equal(video, expected)
     assert len(caplog.records) == 1
 
 

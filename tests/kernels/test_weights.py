@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wan22_vae_decode import Decoder, WeightsError, weights, why_not
+from wan22_vae_decode import Decoder, WeightsError, weights, why_not, winograd
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
 
@@ -123,6 +123,19 @@ def test_weights_are_rounded_once_after_the_sums(dtype, state_dict):
     assert torch.equal(upsampler.spatial.phases, exact.to(dtype))
     assert prepared.head.weight.dtype == dtype
     assert prepared.head.norm.dtype == prepared.head.bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", winograd.POINTS)
+def test_winograd_weights_are_rounded_jointly(columns, dtype, state_dict, monkeypatch):
+    name = "decoder.up_blocks.1.resnets.1.conv1"
+    exact = winograd.transform_weight(state_dict[f"{name}.weight"].permute(0, 2, 3, 4, 1), columns)
+    # As many parts as output channels: filters do not depend on each other.
+    monkeypatch.setattr(weights, "_TRANSFORM_CHANNELS", 1)
+    ops = TorchBackend(CPU, dtype, winograd_levels={1: columns})
+    prepared = weights.prepare(state_dict, Architecture(8, 4), ops).up_blocks[1].resnets[1].conv1.weight
+    assert torch.equal(prepared, winograd.round_weight(exact, dtype))
+    assert torch.equal(prepared, exact.to(dtype)) == (dtype == torch.float32)
 
 
 def test_phase_sums_are_the_enlarged_convolution():
