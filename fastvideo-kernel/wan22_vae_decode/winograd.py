@@ -123,9 +123,10 @@ def round_weight(components: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the result. Types of more than 16 bits are rounded independently.
 
     Returns:
-        [components, C_out, 3, C_in]. A filter that would get a component which is not finite is rounded independently
-        instead: a value beyond the type's range becomes infinite and does not spread.
+        [components, C_out, 3, C_in], contiguous. A filter that would get a component which is not finite is rounded
+        independently instead: a value beyond the type's range becomes infinite and does not spread.
     """
+    components = components.contiguous()
     if dtype.itemsize > 2:
         return components.to(dtype)
     order, rows = _rounding(columns(len(components)), CORRELATION)

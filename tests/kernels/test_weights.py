@@ -134,6 +134,7 @@ def test_winograd_weights_are_rounded_jointly(columns, dtype, state_dict, monkey
     monkeypatch.setattr(weights, "_TRANSFORM_CHANNELS", 1)
     ops = TorchBackend(CPU, dtype, winograd_levels={1: columns})
     prepared = weights.prepare(state_dict, Architecture(8, 4), ops).up_blocks[1].resnets[1].conv1.weight
+    assert prepared.is_contiguous()
     assert torch.equal(prepared, winograd.round_weight(exact, dtype))
     assert torch.equal(prepared, exact.to(dtype)) == (dtype == torch.float32)
 
