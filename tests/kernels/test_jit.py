@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -211,13 +212,6 @@ def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, damage):
     assert not left_overs(world)
 
 
-def test_left_overs_of_a_killed_build_are_swept_up(world):
-    key = world.recipe().key(world.toolchain())
-    (world.cache / f".{key}.dead").mkdir(parents=True)
-    world.build()
-    assert not left_overs(world)
-
-
 def test_a_cache_that_cannot_be_written_says_so(world):
     world.cache.write_text("a file, not a folder")
     with pytest.raises(jit.BuildError, match="WAN22_VAE_DECODE_CACHE"):
@@ -320,7 +314,7 @@ def test_an_interrupt_stops_the_compilers_and_leaves_nothing(world, monkeypatch)
     world.build()
 
 
-EXITS = """
+BUILDS = """
 import sys, threading, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
@@ -329,17 +323,24 @@ world = test_jit.World.__new__(test_jit.World)
 world.root = Path({root!r})
 world.sources, world.cache = world.root / "csrc", world.root / "cache"
 world.nvcc = test_jit.Nvcc(world.root / "cuda" / "bin" / "nvcc", (12, 9), "Build fake_12.9")
+"""
+
+EXITS = """
 threading.Thread(target=world.build, daemon=True).start()
 while not world.calls:
     time.sleep(0.02)
 """
 
 
+def program(world, rest):
+    """A command that runs `rest` in a process of its own, with `world` in it."""
+    return [sys.executable, "-c", BUILDS.format(tests=os.path.dirname(__file__), root=str(world.root)) + rest]
+
+
 def test_an_interpreter_that_exits_stops_the_compilers(world):
     world.plan("wait=30")
-    script = EXITS.format(tests=os.path.dirname(__file__), root=str(world.root))
     begin = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(program(world, EXITS), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - begin < 25
     assert eventually(lambda: not world.running)
@@ -347,6 +348,23 @@ def test_an_interpreter_that_exits_stops_the_compilers(world):
     world.plan()
     world.build()
     assert not left_overs(world)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_a_build_whose_process_is_killed_is_swept_up_by_the_next(world, how):
+    world.plan("wait=3")
+    killed = subprocess.Popen(program(world, "world.build()"))
+    assert eventually(lambda: world.calls, seconds=60)
+    killed.send_signal(how)
+    assert killed.wait(10) == -how
+    assert len(left_overs(world)) == 1, "nothing to sweep up"
+    world.plan()
+    folder = world.build()
+    assert sorted(path.name for path in folder.iterdir()) == ["build.log", "libkernels.so", "manifest.json"]
+    # Compilers of the killed build that were still at work have nowhere to write.
+    assert eventually(lambda: not world.running)
+    assert not left_overs(world)
+    assert not list(world.cache.glob("*failed*"))
 
 
 def test_the_default_cache_follows_the_user(monkeypatch, tmp_path):

@@ -2,8 +2,9 @@
 """The cache of built libraries: whole entries or none, one builder at a time.
 
 An entry is a folder with a `manifest.json` that lists its files' hashes. It is filled under a temporary name beside
-its place and renamed, so a reader sees a finished entry or nothing. What does not match its manifest, or belongs to
-another user, is never loaded.
+its place and renamed, so a reader sees a finished entry or nothing. A process that is killed (a library must not catch
+SIGTERM for it) leaves that folder and the lock's file; the system drops the lock, and the next build of the entry
+removes the folder. What does not match its manifest, or belongs to another user, is never loaded.
 """
 
 import contextlib
@@ -120,7 +121,7 @@ class Entry:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """A temporary folder beside the entry, removed on the way out. Only under `locked`."""
+        """A temporary folder beside the entry, removed on the way out; killed builds' go first. Only under `locked`."""
         for stale in self.root.glob(f".{self.key}.*"):
             shutil.rmtree(stale, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{self.key}.", dir=self.root))
