@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass never holds more than the documented formula, and passes shrink to what fits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wan22_vae_decode import Decoder, OutOfMemoryError, memory, weights
+from wan22_vae_decode import Decoder, OutOfMemoryError, memory, weights, winograd
+from wan22_vae_decode.backends.base import Halo, OpShape
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.targets import HOPPER
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
+from wan22_vae_decode.layers import WinogradConv
 
 CPU = torch.device("cpu")
 
@@ -42,10 +46,20 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("frames_per_pass", "batch", "rows", "cols"), [(1, 1, 4, 6), (4, 1, 4, 6), (2, 2, 3, 5), (4, 1, 8, 12)]
+    ("frames_per_pass", "batch", "rows", "cols", "winograd_levels"),
+    [
+        (1, 1, 4, 6, {}),
+        (4, 1, 4, 6, {}),
+        (2, 2, 3, 5, {}),
+        (4, 1, 8, 12, {}),
+        (1, 1, 4, 6, {0: 4, 1: 4, 2: 3, 3: 3}),
+        (2, 2, 3, 5, {1: 3, 2: 4, 3: 4}),
+    ],
 )
-def test_pass_holds_no_more_than_the_formula(dtype, frames_per_pass, batch, rows, cols, state_dict, latents):
-    ops = TorchBackend(CPU, dtype)
+def test_pass_holds_no_more_than_the_formula(
+    dtype, frames_per_pass, batch, rows, cols, winograd_levels, state_dict, latents
+):
+    ops = TorchBackend(CPU, dtype, winograd_levels)
     decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype=dtype, frames_per_pass=frames_per_pass)
     frames = 2 * frames_per_pass + 1
     z = latents(frames, rows, cols, batch).float()
@@ -56,6 +70,31 @@ def test_pass_holds_no_more_than_the_formula(dtype, frames_per_pass, batch, rows
     held = live.peak - video.nbytes
     assert held <= predicted
     assert held >= 0.75 * predicted, f"the formula ({predicted}) is far above what was held ({held})"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [3, 4])
+@pytest.mark.parametrize(
+    "size",
+    [
+        OpShape(1, 4, 16, 24, 32, 32, row_halo=False),
+        OpShape(1, 4, 13, 22, 16, 64, row_halo=True),
+        OpShape(2, 1, 15, 23, 64, 8, row_halo=False),
+    ],
+    ids=["square", "halo", "narrowing"],
+)
+def test_winograd_conv_holds_no_more_than_the_formula(size, columns, dtype):
+    ops = TorchBackend(CPU, dtype)
+    x = torch.randn(size.batch, size.frames, size.rows, size.cols, size.c_in).to(dtype)
+    out = x.new_zeros(size.batch, size.frames, size.rows, size.cols, size.c_out)
+    halo = Halo(x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()) if size.row_halo else None
+    weight = torch.randn(winograd.components(columns), size.c_out, 3, size.c_in).to(dtype)
+    conv = WinogradConv(weight, torch.zeros(size.c_out), columns)
+    source, _ = ops.causal_pad(x, None, halo, conv)
+    predicted = ops.workspace_bytes("winograd_conv3d", replace(size, tile_columns=columns))
+    with LiveBytes() as live:
+        ops.winograd_conv3d(source, conv, residual=out, out=out)
+    assert 0.9 * predicted <= live.peak <= predicted
 
 
 class Allocating(CudaBackend):

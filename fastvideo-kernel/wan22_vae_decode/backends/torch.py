@@ -89,19 +89,27 @@ class TorchBackend(Backend):
             taps = batch * shape.frames * (rows + 2) * (cols + 2) * HEAD_CHANNELS * item
             return 2 * taps + 5 * frame * OUT_CHANNELS * wide
         if op == "winograd_conv3d":
-            padded = batch * (shape.frames + 2) * (rows + 6) * (cols + 6)
-            components = padded * winograd.components(shape.tile_columns) // (winograd.TILE_ROWS * shape.tile_columns)
-            products = components * shape.c_out
-            components *= shape.c_in
-            return (
-                padded * shape.c_in * item
-                + 2 * components * wide
-                + 4 * components * item
-                + products * (item + 2 * wide)
-            )
+            return self._winograd_bytes(shape)
         if op in ("causal_conv3d", "time_double"):
             return result
         return 0
+
+    def _winograd_bytes(self, shape: OpShape) -> int:
+        item, wide = self.dtype.itemsize, self._accumulator.itemsize
+        columns, count = shape.tile_columns, winograd.components(shape.tile_columns)
+        down, across = winograd.tiles(shape.rows, shape.cols, columns)
+        frames, tiles = shape.frames + 2, shape.batch * down * across
+        padded = shape.batch * frames * (winograd.TILE_ROWS * down + 2) * (columns * across + 2) * shape.c_in
+        components = frames * tiles * count * shape.c_in
+        windows = 3 * components // frames * shape.frames
+        products = shape.frames * tiles * count * shape.c_out
+        image = shape.frames * tiles * winograd.TILE_ROWS * columns * shape.c_out
+        # Tiles that are not in the accumulator's type are converted, and live to the end.
+        widened = components * wide if item < wide else 0
+        transformed = 2 * components * wide
+        multiplied = (components + windows) * item + (products + 3 * image) * wide
+        # The matrices of both axes, and their product.
+        return padded * item + widened + max(transformed, multiplied) + 2 * count**2 * wide
 
     def free_bytes(self) -> int | None:
         if self.device.type != "cuda":
