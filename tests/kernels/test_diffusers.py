@@ -385,6 +385,17 @@ def test_offload_hook_brings_the_weights_first(vae, latents, made):
     assert brought[0] == 0
 
 
+def test_offloaded_vae_decodes_through_it(vae, reference_vae, latents, made, lines):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, **TORCH)
+    accelerate.cpu_offload_with_hook(vae, torch.device("cpu"))
+    accelerate.hooks.add_hook_to_module(vae.decoder.conv_in, accelerate.hooks.AlignDevicesHook())
+    for _ in range(2):
+        assert_same(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert (len(made), lines) == (1, [])
+
+
 # Falling back
 
 
