@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import pickle
+import runpy
 import threading
 import time
 import types
@@ -16,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from diffusers.models.autoencoders.vae import DecoderOutput
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from wan22_vae_decode import Decoder, InputError, log, module_decoder
 from wan22_vae_decode.integrations import diffusers as fast_decode
@@ -543,6 +546,63 @@ def test_other_code_is_diffusers_own(change, when, vae, latents, made, lines):
     assert torch.equal(*videos)
     assert not made
     assert lines == [f"decoding with diffusers' own decode: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        (AutoencoderKLWan, "decode", "this VAE has a decode of its own"),
+        (AutoencoderKLWan, "_decode", "this VAE has a decode of its own"),
+        (WanCausalConv3d, "forward", "post_quant_conv has a forward of its own"),
+    ],
+    ids=["decode", "_decode", "forward"],
+)
+@pytest.mark.parametrize("when", ["before import", "before", "after"])
+def test_patched_classes_are_diffusers_own(
+    when, owner, name, reason, vae, reference_vae, latents, made, lines, monkeypatch
+):
+    z, function = latents(1, 2, 2), getattr(owner, name)
+
+    @functools.wraps(function)
+    def patched(self, x, *arguments, **options):
+        return function(self, 1.5 * x, *arguments, **options)
+
+    if when == "after":
+        fast_decode.enable(vae, **TORCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, patched)
+        if when == "before":
+            fast_decode.enable(vae, **TORCH)
+        elif when == "before import":
+            runpy.run_path(fast_decode.__file__)["enable"](vae, **TORCH)
+        assert torch.equal(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert not made
+    assert lines == [f"decoding with diffusers' own decode: {reason}"]
+    assert_same(vae.decode(z).sample, reference_vae.decode(z).sample)
+    assert len(made) == 1, "the class is diffusers' again"
+
+
+def test_decode_of_the_class_that_torch_compiled_is_the_same_code(vae, latents, lines, monkeypatch):
+    monkeypatch.setattr(AutoencoderKLWan, "decode", torch.compile(AutoencoderKLWan.decode, backend="eager"))
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(latents(1, 1, 1))
+    assert not lines
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_all_modules_are_called_by_diffusers_own(register, vae, latents, made, lines):
+    z, called = latents(1, 1, 1), []
+    fast_decode.enable(vae, **TORCH)
+    handle = register(lambda module, *_: called.append(module))
+    try:
+        vae.decode(z)
+    finally:
+        handle.remove()
+    assert vae.decoder in called
+    assert not made
+    assert lines == ["decoding with diffusers' own decode: every module has forward hooks"]
+    vae.decode(z)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("hook", ["AlignDevicesHook", "LayerwiseCastingHook"])

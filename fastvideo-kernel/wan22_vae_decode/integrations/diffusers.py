@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from wan22_vae_decode import log
 from wan22_vae_decode.decoder import check_options
@@ -32,8 +33,8 @@ try:
 except ImportError as error:
     raise ImportError(f"this module needs diffusers' AutoencoderKLWan: pip install -U diffusers ({error})") from error
 
-_DECODES = {name: getattr(AutoencoderKLWan, name) for name in ("decode", "_decode")}
-"""The methods that this package computes, as they were when it was imported."""
+_DECODES = ("decode", "_decode")
+"""The methods that this package computes."""
 
 _MOVERS = ("AlignDevicesHook", "CpuOffload")
 """accelerate's hooks that move weights and change nothing else."""
@@ -52,10 +53,10 @@ def enable(
     [B, z, T, H, W] and gives [B, 3, 4T - 3, 16H, 16W] in [-1, 1], in the VAE's type. ``use_slicing`` is followed: one
     video of a batch at a time. What this package cannot do goes to diffusers' own decode, with one log line that gives
     the reason: tiles, which change the pixels; latents for which gradients may be needed; weights that are offloaded
-    layer by layer; a VAE whose code, not only its weights, is another than diffusers' (a subclass, hooks, replaced
-    methods or layers, dropout in training); a GPU without kernels or memory. Weights may change, move or be retyped at
-    any time; they are prepared anew at the next decode, so also for every video of a pipeline that offloads its VAE in
-    between. Enabling again changes the options.
+    layer by layer; a VAE whose code, not only its weights, is another than diffusers' (a subclass, hooks, methods or
+    layers that were replaced in this VAE or in its classes, dropout in training); a GPU without kernels or memory.
+    Weights may change, move or be retyped at any time; they are prepared anew at the next decode, so also for every
+    video of a pipeline that offloads its VAE in between. Enabling again changes the options.
 
     Args:
         vae_or_pipe: a diffusers ``AutoencoderKLWan`` of Wan2.2 TI2V-5B, also compiled, or a pipeline whose ``vae`` is
@@ -218,10 +219,10 @@ def _tiles(vae: AutoencoderKLWan, z: Tensor) -> str | None:
 
 def _other_code(vae: AutoencoderKLWan, route: _Route) -> str | None:
     """The reason why the weights alone do not say what this VAE computes, or None where they do."""
-    cls = _stock(type(vae))
-    replaced = any(getattr(cls, name) is not decode for name, decode in _DECODES.items()) or "_decode" in vars(vae)
-    if replaced or not (route.own is None or _is_stock(route.own, vae)):
+    if _has_replaced_decode(vae) or not (route.own is None or _is_stock(route.own, vae)):
         return "this VAE has a decode of its own"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "every module has forward hooks"
     modules = _modules(vae)
     parts = dict(modules)
     for name in sorted({*parts, *route.parts}):
@@ -237,9 +238,28 @@ def _other_code(vae: AutoencoderKLWan, route: _Route) -> str | None:
     return None
 
 
+def _has_replaced_decode(vae: AutoencoderKLWan) -> bool:
+    cls = _stock(type(vae))
+    decodes = {name: getattr(AutoencoderKLWan, name) for name in _DECODES}
+    if "_decode" in vars(vae) or any(getattr(cls, name) is not decode for name, decode in decodes.items()):
+        return True
+    return not all(map(_is_libraries_own, decodes.values()))
+
+
+def _is_libraries_own(function: Any) -> bool:
+    """Whether a class's function, and all that it wraps, is defined in diffusers or torch. What somebody else puts in
+    its place may go by its name, but has other globals.
+    """
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] not in ("diffusers", "torch"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def _is_stock(own: Any, vae: AutoencoderKLWan) -> bool:
     """True for diffusers' own decode of this VAE, also compiled."""
-    stock = _DECODES["decode"].__get__(vae)
+    stock = AutoencoderKLWan.decode.__get__(vae)
     # Both, since a wrapper of a compiled function has its attributes.
     inner = [getattr(own, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__")]
     return own == stock or inner == [stock, stock]
@@ -252,7 +272,8 @@ def _has_stock_forward(module: nn.Module) -> bool:
     hook = type(getattr(module, "_hf_hook", None))
     if isinstance(forward, functools.partial) and {hook.__module__, forward.func.__module__} == {"accelerate.hooks"}:
         forward = module._old_forward if hook.__name__ in _MOVERS else forward
-    return forward == type(module).forward.__get__(module)
+    stock: Any = type(module).forward
+    return forward == stock.__get__(module) and _is_libraries_own(stock)
 
 
 def _modules(vae: AutoencoderKLWan) -> list[tuple[str, nn.Module]]:
