@@ -443,6 +443,35 @@ def test_a_broken_nvcc_is_passed_over(nowhere, monkeypatch):
         toolchain.find_nvcc("sm_90a")
 
 
+def test_nvcc_is_asked_once_and_again_when_it_is_another(nowhere, monkeypatch):
+    asked, run = [], subprocess.run
+    monkeypatch.setattr(toolchain.subprocess, "run", lambda *a, **o: asked.append(a) or run(*a, **o))
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "home"))
+    home, other = fake_nvcc(nowhere / "home", "12.9"), fake_nvcc(nowhere / "other", "12.8")
+    for _ in range(3):
+        assert toolchain.find_nvcc("sm_90a").version == (12, 9)
+    assert len(asked) == 1
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "other"))
+    assert toolchain.find_nvcc("sm_90a").path == other
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "home"))
+    home.unlink()
+    fake_nvcc(nowhere / "home", "13.0")
+    assert toolchain.find_nvcc("sm_90a").version == (13, 0)
+    assert len(asked) == 3
+
+
+def test_an_nvcc_that_failed_once_is_asked_again(nowhere, monkeypatch):
+    def fails(*arguments, **options):
+        raise subprocess.TimeoutExpired("nvcc", 60)
+
+    fake_nvcc(nowhere / "usr")
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain.subprocess, "run", fails)
+        with pytest.raises(jit.BuildError, match="does not answer"):
+            toolchain.find_nvcc("sm_90a")
+    assert toolchain.find_nvcc("sm_90a").version == (12, 9)
+
+
 def test_missing_headers_and_ninja_say_what_to_install(monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)

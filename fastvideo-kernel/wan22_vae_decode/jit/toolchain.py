@@ -2,6 +2,7 @@
 """Finds nvcc, ninja and the CUTLASS headers, and checks that they fit the architecture and the driver."""
 
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -129,13 +130,20 @@ def _packaged_nvcc() -> Iterator[Path]:
 
 def _probe(path: Path) -> Nvcc | None:
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        status = path.stat()
+        answer = _version_text(path, status.st_ino, status.st_size, status.st_mtime_ns)
     except (OSError, subprocess.SubprocessError):
         return None
     match = re.search(r"release (\d+)\.(\d+)", answer)
     if match is None:
         return None
     return Nvcc(path, (int(match[1]), int(match[2])), answer.strip().splitlines()[-1])
+
+
+@functools.cache
+def _version_text(path: Path, *state: int) -> str:
+    """What an nvcc says of itself, asked once for each `state` of its file: every decode wants to know."""
+    return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def _text(version: Version) -> str:
