@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 
+from wan22_vae_decode.backends.cuda import library
 from wan22_vae_decode.cli import doctor
 from wan22_vae_decode.cli.doctor import Finding
 from wan22_vae_decode.jit import toolchain
+from wan22_vae_decode.jit.cache import Entry, cache_folder
 from wan22_vae_decode.jit.errors import BuildError
 
 GIB = 2**30
@@ -40,7 +42,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "mem_get_info", lambda device=None: (100 * GIB, 139 * GIB))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(toolchain, "driver_version", lambda: (13, 0))
-    monkeypatch.setattr("wan22_vae_decode.backends.cuda.driver_version", lambda: (13, 0))
+    monkeypatch.setattr("wan22_vae_decode.jit.builder.driver_version", lambda: (13, 0))
     nvcc = toolchain.Nvcc(tmp_path / "nvcc", (13, 0), "Build cuda_13.0")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda arch, driver=None: nvcc)
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(tmp_path / "cache"))
@@ -115,6 +117,31 @@ def test_no_compiler(hopper, findings, monkeypatch):
     assert found["nvcc"] == Finding("nvcc", "not found", "sm_90a needs nvcc 12.3 or newer; found: none.")
     assert found["kernels"].value == "not built"
     assert report["reason"] == found["nvcc"].problem
+
+
+def test_no_compiler_but_kernels_that_were_built_ahead(hopper, findings, monkeypatch):
+    recipe = library.recipe("sm_90a")
+    tools = toolchain.find_toolchain("sm_90a")
+    entry = Entry(cache_folder(), recipe.key(tools))
+    with entry.locked(), entry.filling() as folder:
+        (folder / recipe.library).write_text("built")
+        entry.publish(folder, [recipe.library], inputs=recipe.inputs(tools), nvcc=(13, 0))
+
+    def absent(*_):
+        raise BuildError("not there; install it.")
+
+    for find in ("find_nvcc", "find_ninja", "find_cutlass"):
+        monkeypatch.setattr(toolchain, find, absent)
+    report, found = findings()
+    assert report["ok"]
+    for tool in ("nvcc", "ninja", "CUTLASS"):
+        assert found[tool] == Finding(tool, "not found, nor needed")
+    assert found["kernels"] == Finding("kernels", "built for sm_90a")
+    monkeypatch.setattr(toolchain, "driver_version", lambda: (12, 9))
+    monkeypatch.setattr("wan22_vae_decode.jit.builder.driver_version", lambda: (12, 9))
+    report, found = findings()
+    assert report["reason"] == found["nvcc"].problem == "not there; install it."
+    assert found["kernels"] == Finding("kernels", "not built")
 
 
 @pytest.mark.parametrize("tool", ["ninja", "CUTLASS"])

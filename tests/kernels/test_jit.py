@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -384,7 +385,8 @@ def nowhere(monkeypatch, tmp_path):
     """No nvcc but those that a test puts there."""
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    which = shutil.which
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "usr" / "bin" / "nvcc")
     monkeypatch.setattr(toolchain, "_packaged_nvcc", lambda: iter(()))
     return tmp_path
@@ -479,6 +481,100 @@ def test_missing_headers_and_ninja_say_what_to_install(monkeypatch):
         toolchain.find_cutlass()
     with pytest.raises(jit.BuildError, match="pip install ninja"):
         toolchain.find_ninja()
+
+
+# Machines without a compiler
+
+
+@pytest.fixture
+def elsewhere(world, nowhere, monkeypatch):
+    """Builds as a machine with an nvcc of some version does; this one has none. `driver` is what its driver runs."""
+    drivers = [None]
+    monkeypatch.setattr(builder, "driver_version", lambda: drivers[0])
+
+    def build(*version):
+        text = ".".join(map(str, version))
+        return world.build(nvcc=Nvcc(world.nvcc.path, version, f"Build fake_{text}"), cutlass=f"4.{version[1]}")
+
+    build.driver = lambda *version: drivers.__setitem__(0, version)
+    return build
+
+
+def test_kernels_that_were_built_ahead_need_no_compiler(world, elsewhere, caplog):
+    with pytest.raises(jit.BuildError, match="needs nvcc"):
+        jit.check(world.recipe())
+    folder = elsewhere(12, 9)
+    compiled = len(world.calls)
+    with caplog.at_level(logging.INFO):
+        jit.check(world.recipe())
+        assert jit.build(world.recipe()) == folder
+    assert len(world.calls) == compiled
+    assert f"using the kernels of {folder}, since none can be built here: sm_90a needs nvcc" in caplog.text
+
+
+@pytest.mark.parametrize("tool", ["ninja", "cutlass"])
+def test_kernels_that_were_built_ahead_need_no_other_tools(world, elsewhere, monkeypatch, tool):
+    def absent():
+        raise jit.BuildError(f"no {tool}")
+
+    folder = elsewhere(12, 9)
+    fake_nvcc(world.root / "usr", "13.0")
+    assert toolchain.find_toolchain("sm_90a").nvcc.version == (13, 0)
+    monkeypatch.setattr(toolchain, f"find_{tool}", absent)
+    assert jit.build(world.recipe()) == folder
+
+
+def test_of_kernels_that_were_built_ahead_the_newest_that_the_driver_follows_are_taken(world, elsewhere):
+    folders = {version: elsewhere(*version) for version in ((12, 9), (13, 1), (12, 10), (13, 0))}
+    assert jit.build(world.recipe()) == folders[13, 1]
+    elsewhere.driver(13, 0)
+    assert jit.build(world.recipe()) == folders[13, 1]
+    elsewhere.driver(12, 4)
+    assert jit.build(world.recipe()) == folders[12, 10]
+    elsewhere.driver(11, 8)
+    with pytest.raises(jit.BuildError, match=r"needs nvcc .* at most 11\.x for this driver"):
+        jit.build(world.recipe())
+    with pytest.raises(jit.BuildError, match=r"needs nvcc .* at most 11\.x for this driver"):
+        jit.check(world.recipe())
+
+
+def test_a_compiler_is_used_in_spite_of_kernels_that_were_built_ahead(world, elsewhere):
+    ahead = elsewhere(13, 0)
+    fake_nvcc(world.root / "usr", "12.9")
+    assert jit.build(world.recipe()) != ahead
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "units", "arch", "too old", "no version", "no manifest"])
+def test_only_kernels_of_the_same_inputs_are_taken(world, elsewhere, monkeypatch, change):
+    manifest = elsewhere(12, 9) / "manifest.json"
+    recipe, written = world.recipe(), json.loads(manifest.read_text())
+    if change == "source":
+        (world.sources / "shared.cuh").write_text("// changed")
+    elif change == "flags":
+        monkeypatch.setattr("wan22_vae_decode.jit.recipe.FLAGS", ("-O2",))
+    elif change == "units":
+        recipe = replace(recipe, units=recipe.units[:2])
+    elif change == "arch":
+        recipe = world.recipe("sm_100a")
+    elif change == "too old":
+        manifest.write_text(json.dumps({**written, "nvcc": [12, 2]}))
+    elif change == "no version":
+        del written["nvcc"]
+        manifest.write_text(json.dumps(written))
+    else:
+        manifest.write_text("[]")
+    for function in (jit.build, jit.check):
+        with pytest.raises(jit.BuildError, match="needs nvcc"):
+            function(recipe)
+
+
+def test_damaged_kernels_that_were_built_ahead_are_passed_over(world, elsewhere):
+    older, newer = elsewhere(12, 9), elsewhere(13, 0)
+    (newer / "libkernels.so").write_text("damaged")
+    assert jit.build(world.recipe()) == older
+    (older / "libkernels.so").write_text("damaged")
+    with pytest.raises(jit.BuildError, match="needs nvcc"):
+        jit.build(world.recipe())
 
 
 # Architectures

@@ -21,9 +21,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "build",
         help="build the CUDA kernels ahead, for a container (needs no GPU)",
-        description="Compiles the kernels into the cache (WAN22_VAE_DECODE_CACHE), where decoders find them; those of "
-        "another compiler or version are others. Needs nvcc, but no GPU. The self-test still runs at first use, on "
-        "the GPU.",
+        description="Compiles the kernels into the cache (WAN22_VAE_DECODE_CACHE), where decoders find them, also on "
+        "machines without nvcc; to those with one, kernels of another nvcc are others, as are those of another version "
+        "of this package. Needs nvcc, but no GPU. The self-test still runs at first use, on the GPU.",
     )
     parser.add_argument(
         "--arch",

@@ -79,11 +79,12 @@ def _findings(device: torch.device) -> Iterator[Finding]:
     yield _gpu(device)
     arch, finding = _arch(device)
     yield finding
-    yield _tool("nvcc", lambda: _nvcc(arch, driver))
-    yield _tool("ninja", lambda: str(toolchain.find_ninja()))
-    yield _tool("CUTLASS", lambda: toolchain.find_cutlass()[1])
+    prebuilt = _prebuilt(arch, driver)
+    yield _tool("nvcc", lambda: _nvcc(arch, driver), prebuilt)
+    yield _tool("ninja", lambda: str(toolchain.find_ninja()), prebuilt)
+    yield _tool("CUTLASS", lambda: toolchain.find_cutlass()[1], prebuilt)
     yield _cache()
-    yield _library(arch, driver)
+    yield _library(arch, driver, prebuilt)
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     yield Finding(
         "extras",
@@ -124,11 +125,19 @@ def _arch(device: torch.device) -> tuple[str, Finding]:
     return arch, Finding("arch", arch)
 
 
-def _tool(name: str, find: Callable[[], str]) -> Finding:
+def _prebuilt(arch: str, driver: toolchain.Version | None) -> bool:
+    """Whether there are kernels that a machine without the tools of a build would take."""
+    try:
+        return jit.prebuilt(library.recipe(arch), driver) is not None
+    except jit.BuildError:
+        return False
+
+
+def _tool(name: str, find: Callable[[], str], prebuilt: bool) -> Finding:
     try:
         return Finding(name, find())
     except jit.BuildError as error:
-        return Finding(name, "not found", str(error))
+        return Finding(name, "not found, nor needed") if prebuilt else Finding(name, "not found", str(error))
 
 
 def _nvcc(arch: str, driver: toolchain.Version | None) -> str:
@@ -147,13 +156,13 @@ def _cache() -> Finding:
     return Finding("cache", str(folder), "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can")
 
 
-def _library(arch: str, driver: toolchain.Version | None) -> Finding:
+def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool) -> Finding:
     """Whether the kernels are built already; that they are not is no problem."""
     try:
         tools = toolchain.find_toolchain(arch, driver)
         entry = Entry(cache_folder(), library.recipe(arch).key(tools))
     except jit.BuildError:
-        return Finding("kernels", "not built")
+        return Finding("kernels", f"built for {arch}" if prebuilt else "not built")
     defect = entry.defect()
     if defect is None:
         return Finding("kernels", f"built for {arch}")

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles CUDA sources on first use and keeps the shared library in a cache.
 
-`build(recipe)` returns the folder of a finished cache entry. The rooms: `arch` (which compiler an architecture needs),
-`toolchain` (where nvcc, ninja and the CUTLASS headers are), `recipe` (what is compiled and the key that names it),
-`cache` (lock, manifest, atomic publication) and `builder` (ninja, the log and what it must not contain).
+`build(recipe)` returns the folder of a finished cache entry. A machine with a compiler takes the entry of that
+compiler; one without takes any entry of the same sources, flags and architecture, so that kernels can be built ahead
+for it (`prebuilt`). `check(recipe)` says, without building, whether `build` can begin. The rooms: `arch` (which
+compiler an architecture needs), `toolchain` (where nvcc, ninja and the CUTLASS headers are), `recipe` (what is compiled
+and the key that names it), `cache` (lock, manifest, atomic publication) and `builder` (ninja, the log and what it must
+not contain).
 
 Environment:
 
@@ -14,8 +17,8 @@ Environment:
 """
 
 from wan22_vae_decode.jit.arch import arch_of, chosen_arch, running_arch
-from wan22_vae_decode.jit.builder import build
+from wan22_vae_decode.jit.builder import build, check, prebuilt
 from wan22_vae_decode.jit.errors import BuildError
 from wan22_vae_decode.jit.recipe import Recipe, Unit
 
-__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build", "chosen_arch", "running_arch"]
+__all__ = ["BuildError", "Recipe", "Unit", "arch_of", "build", "check", "chosen_arch", "prebuilt", "running_arch"]

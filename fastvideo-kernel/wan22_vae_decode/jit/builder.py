@@ -13,10 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from wan22_vae_decode.jit.cache import Entry, cache_folder
+from wan22_vae_decode.jit.cache import Entry, cache_folder, entries
 from wan22_vae_decode.jit.errors import BuildError
 from wan22_vae_decode.jit.recipe import Recipe
-from wan22_vae_decode.jit.toolchain import Toolchain, driver_version, find_toolchain
+from wan22_vae_decode.jit.toolchain import Toolchain, Version, driver_version, find_toolchain, misfit
 from wan22_vae_decode.log import logger
 
 LOG = "build.log"
@@ -32,10 +32,20 @@ def build(recipe: Recipe, toolchain: Toolchain | None = None) -> Path:
     """Folder of the cache entry that holds `recipe.library` and its build log; compiles it if need be.
 
     Safe for any number of processes at a time: one builds, the others wait for it, and if it fails they fail with the
-    same message. Raises BuildError with the path of the log and the first error.
+    same message. A machine that lacks what a build needs takes an entry that was built elsewhere, if it has one. Raises
+    BuildError with the path of the log and the first error.
     """
     started = time.time()
-    toolchain = toolchain or find_toolchain(recipe.arch, driver_version())
+    if toolchain is None:
+        driver = driver_version()
+        try:
+            toolchain = find_toolchain(recipe.arch, driver)
+        except BuildError as error:
+            entry = prebuilt(recipe, driver)
+            if entry is None:
+                raise
+            logger.info("using the kernels of %s, since none can be built here: %s", entry.folder, error)
+            return entry.folder
     entry = Entry(cache_folder(), recipe.key(toolchain))
     # A whole entry needs no lock, so a cache that cannot be written serves too.
     if entry.defect() is None:
@@ -55,6 +65,40 @@ def build(recipe: Recipe, toolchain: Toolchain | None = None) -> Path:
             entry.record_failure(str(error))
             raise
     return entry.folder
+
+
+def check(recipe: Recipe) -> None:
+    """Raises BuildError where `build` would before it compiles anything, except for a damaged entry."""
+    driver = driver_version()
+    try:
+        find_toolchain(recipe.arch, driver)
+    except BuildError:
+        if not _candidates(recipe, driver):
+            raise
+
+
+def prebuilt(recipe: Recipe, driver: Version | None) -> Entry | None:
+    """The whole entry of the same sources, flags and architecture whose nvcc was the newest that `driver` can follow,
+    whichever that and its CUTLASS were; for machines where these, which are part of the key, are not known.
+    """
+    return next((entry for entry in _candidates(recipe, driver) if entry.defect() is None), None)
+
+
+def _candidates(recipe: Recipe, driver: Version | None) -> list[Entry]:
+    """What `prebuilt` chooses from, the newest nvcc first, not yet compared with the manifests."""
+    own = recipe.own_inputs()
+    found: dict[Entry, Version] = {}
+    for entry in entries(cache_folder(), f"{recipe.name}-{recipe.arch}-"):
+        manifest = entry.manifest()
+        try:
+            inputs = dict(manifest["inputs"])
+            same = inputs == {**own, "nvcc": inputs["nvcc"], "cutlass": inputs["cutlass"]}
+            major, minor = map(int, manifest["nvcc"])
+        except (KeyError, TypeError, ValueError):
+            continue
+        if same and misfit((major, minor), recipe.arch, driver) is None:
+            found[entry] = (major, minor)
+    return sorted(found, key=lambda entry: found[entry], reverse=True)
 
 
 def ptxas_complaint(log: str) -> str | None:
@@ -88,7 +132,8 @@ def _build_entry(recipe: Recipe, toolchain: Toolchain, entry: Entry) -> None:
         for path in folder.iterdir():
             if path.name not in (recipe.library, LOG):
                 path.unlink()
-        entry.publish(folder, [recipe.library, LOG], recipe.inputs(toolchain))
+        inputs = recipe.inputs(toolchain)
+        entry.publish(folder, [recipe.library, LOG], inputs=inputs, nvcc=toolchain.nvcc.version)
     entry.log.unlink(missing_ok=True)
     logger.info("built %s in %.0f s", entry.folder, time.monotonic() - started)
 

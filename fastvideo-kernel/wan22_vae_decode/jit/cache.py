@@ -46,6 +46,11 @@ def cache_folder() -> Path:
         ) from error
 
 
+def entries(root: Path, prefix: str) -> "list[Entry]":
+    """Those of a cache whose key begins so, whole or not."""
+    return [Entry(root, manifest.parent.name) for manifest in sorted(root.glob(f"{prefix}*/{MANIFEST}"))]
+
+
 @dataclass(frozen=True)
 class Entry:
     """The place of one library in the cache."""
@@ -67,12 +72,11 @@ class Entry:
 
     def defect(self) -> str | None:
         """None if the entry is whole and ours, otherwise what is wrong with it ("absent" if there is none)."""
-        manifest_path = self.folder / MANIFEST
         if not self.folder.is_dir():
             return "absent"
+        manifest = self.manifest()
         try:
-            owner = manifest_path.stat().st_uid
-            manifest = json.loads(manifest_path.read_text())
+            owner = (self.folder / MANIFEST).stat().st_uid
             files = dict(manifest["files"])
             key = manifest["key"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -86,6 +90,13 @@ class Entry:
             if not path.is_file() or sha256(path) != digest:
                 return f"{name} does not match its manifest"
         return None
+
+    def manifest(self) -> dict[str, Any]:
+        """What `publish` wrote, which only `defect` checks; {} where it cannot be read."""
+        try:
+            return dict(json.loads((self.folder / MANIFEST).read_text()))
+        except (OSError, ValueError, TypeError):
+            return {}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -130,10 +141,10 @@ class Entry:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, folder: Path, files: list[str], inputs: dict[str, Any]) -> None:
-        """Makes `folder` the entry, with a manifest of `files`. Only under `locked`."""
+    def publish(self, folder: Path, files: list[str], **origin: Any) -> None:
+        """Makes `folder` the entry, with a manifest of `files` and of what they come from. Only under `locked`."""
         digests = {name: sha256(folder / name) for name in files}
-        manifest = {"key": self.key, "files": digests, "inputs": inputs}
+        manifest = {"key": self.key, "files": digests, **origin}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
         folder.chmod(0o755)
         try:

@@ -58,14 +58,16 @@ class Recipe:
 
     def inputs(self, toolchain: Toolchain) -> dict[str, Any]:
         """Everything that the library depends on, and no path of this machine."""
+        return {**self.own_inputs(), "nvcc": toolchain.nvcc.build, "cutlass": toolchain.cutlass}
+
+    def own_inputs(self) -> dict[str, Any]:
+        """`inputs` without what comes from outside this package."""
         files = sorted(path for path in self.folder.rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
         return {
             "name": self.name,
             "arch": self.arch,
             "units": [[unit.source, *unit.defines] for unit in self.units],
             "flags": [*FLAGS, gencode(self.arch)],
-            "nvcc": toolchain.nvcc.build,
-            "cutlass": toolchain.cutlass,
             "sources": {str(path.relative_to(self.folder)): sha256(path) for path in files},
             "generated": dict(self.generated),
         }

@@ -54,24 +54,28 @@ def find_nvcc(arch: str, driver: Version | None = None) -> Nvcc:
 
     Searched in this order: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the PyPI package nvidia-cuda-nvcc.
     """
-    needed = MINIMUM_NVCC[arch]
     refused = []
     for path in dict.fromkeys(_nvcc_candidates()):
         nvcc = _probe(path)
-        if nvcc is None:
-            refused.append(f"{path} does not answer --version")
-        elif nvcc.version < needed:
-            refused.append(f"{path} is {_text(nvcc.version)}")
-        elif driver is not None and driver[0] < nvcc.version[0]:
-            refused.append(f"{path} is {_text(nvcc.version)} and the driver only runs CUDA {_text(driver)}")
-        else:
+        reason = "does not answer --version" if nvcc is None else misfit(nvcc.version, arch, driver)
+        if nvcc is not None and reason is None:
             return nvcc
+        refused.append(f"{path} {reason}")
     found = "; ".join(refused) if refused else "none in CUDA_HOME, PATH, /usr/local/cuda or nvidia-cuda-nvcc"
     at_most = f" and at most {driver[0]}.x for this driver" if driver is not None else ""
     raise BuildError(
-        f"{arch} needs nvcc {_text(needed)} or newer{at_most}; found: {found}. "
+        f"{arch} needs nvcc {_text(MINIMUM_NVCC[arch])} or newer{at_most}; found: {found}. "
         "Install the CUDA toolkit or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME."
     )
+
+
+def misfit(version: Version, arch: str, driver: Version | None) -> str | None:
+    """Why what an nvcc of this version compiles for `arch` does not do with this driver, or None."""
+    if version < MINIMUM_NVCC[arch]:
+        return f"is {_text(version)}"
+    if driver is not None and driver[0] < version[0]:
+        return f"is {_text(version)} and the driver only runs CUDA {_text(driver)}"
+    return None
 
 
 def find_ninja() -> Path:

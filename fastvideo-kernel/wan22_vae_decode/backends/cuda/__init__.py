@@ -33,7 +33,6 @@ from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.errors import BackendUnavailableError
-from wan22_vae_decode.jit.toolchain import driver_version, find_toolchain
 
 __all__ = ["CudaBackend", "create", "why_not"]
 
@@ -47,8 +46,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in library.ELEMENTS:
         return f"the CUDA kernels compute in float16 or bfloat16, not {dtype}"
     try:
-        arch = jit.running_arch(torch.cuda.get_device_capability(device))
-        find_toolchain(arch, driver_version())
+        jit.check(library.recipe(jit.running_arch(torch.cuda.get_device_capability(device))))
     except jit.BuildError as error:
         return str(error)
     return None
