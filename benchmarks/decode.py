@@ -124,12 +124,18 @@ def main() -> int:
         for kind in decode_weights.SETS:
             measure_set(kind, report, arguments, device, Path(scratch))
     print_table(report, arguments.frames)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / f"{arguments.name}.json"
-    file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    file = save(report, arguments)
     plot(report, str(arguments.frames[0]), file.with_suffix(".png"))
     print(f"{file}, {file.with_suffix('.png')}")
     return 1 if any(row.problem for row in report.rows if row.ours) else 0
+
+
+def save(report: Report, arguments: argparse.Namespace) -> Path:
+    """Writes the JSON: after every decoder, so that a run that is cut short keeps what it measured."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / f"{arguments.name}.json"
+    file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    return file
 
 
 def measure_set(kind: str, report: Report, arguments: argparse.Namespace, device: torch.device, scratch: Path) -> None:
@@ -169,6 +175,7 @@ def measure_set(kind: str, report: Report, arguments: argparse.Namespace, device
             torch.cuda.empty_cache()
         times = ", ".join(f"{frames} frames {ms:.0f} ms" for frames, ms in row.ms.items())
         print(f"  {name}: {row.psnr_db.get(kind, math.nan):.1f} dB {times} {row.problem}", flush=True)
+        save(report, arguments)
 
 
 def decoders(
