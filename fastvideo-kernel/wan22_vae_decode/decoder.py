@@ -218,13 +218,12 @@ class Decoder:
         """
         turn = _turn(self._comm)
         try:
-            passes = self._decode(self._begin(latents, out_dtype, to)).run(None)
-            if on_host:
-                passes = host.on_host(passes, self.device)
+            passes = self._decode(self._begin(latents, out_dtype, to)).run(None, on_host)
+            pixels = host.on_host(passes, self.device) if on_host else map(operator.itemgetter(0), passes)
         except BaseException:
             turn.end()
             raise
-        items = _until_the_end(passes, turn)
+        items = _until_the_end(pixels, turn)
         # A generator that was never started runs nothing when it is closed.
         weakref.finalize(items, turn.end)
         return items

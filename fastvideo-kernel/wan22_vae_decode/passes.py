@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import geometry, log, memory, parallel
+from wan22_vae_decode import geometry, host, log, memory, parallel
 from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.errors import OutOfMemoryError, memory_for
 from wan22_vae_decode.geometry import SPATIAL, Architecture
@@ -92,21 +92,23 @@ class Decode:
         """Memory for the whole video, or an empty tensor on a rank that does not receive it."""
         return self._together(lambda: self._new_pixels(0, self.call.latents.shape[2]), "allocate the video")
 
-    def run(self, video: Tensor | None) -> Iterator[Tensor]:
-        """Every pass in order, into its part of ``video`` or into new memory; yields its pixels."""
+    def run(self, video: Tensor | None, on_host: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Every pass in order, into its part of ``video`` or into new memory; yields its pixels and, for new ones that
+        are wanted ``on_host``, the ``host.target`` for them.
+        """
         frames, start = self.call.latents.shape[2], 0
         while start < frames:
             self._reserve(new_pixels=video is None)
             plan = self._plans[0]
             interval = Interval(start, min(start + plan.frames, frames), plan.slab)
-            pixels = self._pixels(interval, video)
+            pixels, target = self._pixels(interval, video, on_host)
             if not self._ran(interval, pixels):
                 # Alone, a pass that ran out of memory is cut smaller and begun again.
                 self._plans = self._plans[1:]
                 with memory_for(f"the passes before latent frame {start}, which are computed again, do"):
                     self._replay(self._prepared)
                 continue
-            yield pixels
+            yield pixels, target
             start = interval.stop
         if self.comm is not None:
             parallel.log_stats(self.comm)
@@ -263,12 +265,18 @@ class Decode:
 
     # Pixels
 
-    def _pixels(self, interval: Interval, video: Tensor | None) -> Tensor:
-        """Where a pass's pixels go; an empty tensor on a rank that does not receive them."""
+    def _pixels(self, interval: Interval, video: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor | None]:
+        """Where a pass's pixels go, and from there; an empty tensor on a rank that does not receive them."""
+
+        def allocated() -> tuple[Tensor, Tensor | None]:
+            pixels = self._new_pixels(interval.start, interval.stop)
+            return pixels, host.target(pixels) if on_host else None
+
         if video is None:
-            return self._together(lambda: self._new_pixels(interval.start, interval.stop), "allocate its pixels")
+            # On the host too before the pass: a rank that failed after it would leave the others waiting in the next.
+            return self._together(allocated, "allocate its pixels")
         start, stop = geometry.video_frames(interval.start, interval.stop)
-        return video[:, :, start:stop]
+        return video[:, :, start:stop], None
 
     def _new_pixels(self, start: int, stop: int) -> Tensor:
         begin, end = geometry.video_frames(start, stop)

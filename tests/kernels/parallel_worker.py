@@ -18,7 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from wan22_vae_decode import BackendUnavailableError, Decoder, backends, memory, parallel, weights
+from wan22_vae_decode import (
+    BackendUnavailableError,
+    Decoder,
+    OutOfMemoryError,
+    backends,
+    host,
+    memory,
+    parallel,
+    weights,
+)
 from wan22_vae_decode.backends.torch import TorchBackend
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -197,6 +206,19 @@ def agreement(ranks):
     seen["shapes"] = outcome(lambda: decoder.decode(other))
     seen["too few rows"] = outcome(lambda: decoder.decode(latents(1, WORLD - 1)))
     seen["rank out of range"] = outcome(lambda: decoder.decode(z, to=WORLD))
+
+    allocated = []
+
+    def target(pixels):
+        allocated.append(pixels)
+        if len(allocated) == 2:
+            raise OutOfMemoryError("no pinned memory")
+
+    host.target = target
+    streaming = ranks.together(dtype="float32", frames_per_pass=1)
+    # Only one rank wants the pixels on the host, and has no memory for those of the second pass.
+    seen["host memory"] = outcome(lambda: list(streaming.stream(latents(2 * WORLD, WORLD), on_host=RANK == 1)))
+    seen["host memory"]["passes"] = len(allocated)
     seen["afterwards"] = (decoder.decode(z) - ranks.alone(z, dtype="float32")).abs().max().item()
     return seen
 

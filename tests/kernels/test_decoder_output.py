@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The video's types, and its delivery pass by pass."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -33,6 +35,22 @@ def test_stream_computes_only_what_is_asked_for(state_dict, latents, monkeypatch
     assert not heads
     next(stream)
     assert len(heads) == 1
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_item_that_was_dropped_is_gone_while_the_next_pass_is_computed(on_host, state_dict, latents, monkeypatch):
+    decoder = Decoder.from_state_dict(state_dict, frames_per_pass=1)
+    head, dropped, gone = type(decoder._ops).output_head, [], []
+
+    def look(self, *args):
+        gone.extend(item() is None for item in dropped)
+        return head(self, *args)
+
+    monkeypatch.setattr(type(decoder._ops), "output_head", look)
+    stream = decoder.stream(latents(2, 2, 2).float(), on_host=on_host)
+    dropped.append(weakref.ref(next(stream)))
+    next(stream)
+    assert gone == [True]
 
 
 def test_items_of_a_stream_do_not_share_memory(state_dict, latents):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wan22_vae_decode import host
+from wan22_vae_decode import OutOfMemoryError, host
 
 CUDA = SimpleNamespace(type="cuda")
 
@@ -64,8 +64,10 @@ def said(monkeypatch):
 
 def passes(count, said):
     for number in range(count):
+        pixels = Pixels(number, said)
+        target = host.target(pixels)
         said.append(f"compute {number}")
-        yield Pixels(number, said)
+        yield pixels, target
 
 
 def test_copy_runs_beside_the_next_pass(said):
@@ -91,4 +93,19 @@ def test_short_streams_end(count, said):
 
 def test_items_on_a_cpu_are_as_they_are():
     items = [torch.zeros(1), torch.ones(1)]
-    assert list(map(id, host.on_host(iter(items), torch.device("cpu")))) == list(map(id, items))
+    passes = ((item, host.target(item)) for item in items)
+    assert list(map(id, host.on_host(passes, torch.device("cpu")))) == list(map(id, items))
+
+
+def test_lack_of_pinned_memory_is_an_error_that_says_so(said, monkeypatch):
+    def empty(shape, dtype, pin_memory):
+        raise RuntimeError(
+            "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions"
+        )
+
+    monkeypatch.setattr(host.torch, "empty", empty)
+    sentence = (
+        r"^4 frames of pixels do not fit into pinned host memory \(CUDA error: out of memory\); free memory of the"
+    )
+    with pytest.raises(OutOfMemoryError, match=sentence):
+        host.target(Pixels(0, said))

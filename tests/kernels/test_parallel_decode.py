@@ -144,6 +144,7 @@ def test_failure_before_the_first_exchange_is_everybodys(ranks):
         "weights": (1, "WeightsError"),
         "named backend": (1, "BackendUnavailableError"),
         "latents": (0, "InputError"),
+        "host memory": (1, "OutOfMemoryError"),
     }
     for rank, seen in enumerate(ranks):
         for case, (culprit, error) in causes.items():
@@ -153,6 +154,7 @@ def test_failure_before_the_first_exchange_is_everybodys(ranks):
                 assert f"rank {culprit} failed to" in result["text"]
                 assert error in result["text"]
             assert result["seconds"] < TIMEOUT
+        assert seen["agreement"]["host memory"]["passes"] == (2 if rank == 1 else 0)
 
 
 def test_ranks_that_want_different_things_are_refused(ranks):
