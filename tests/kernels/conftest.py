@@ -2,7 +2,8 @@
 """Small decoders and the reference VAE for the kernel tests."""
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wan22_vae_decode import geometry, random_weights
+from wan22_vae_decode import geometry, log, random_weights
 from wan22_vae_decode.cli.main import main
 
 BASE, LATENT = 8, 4
@@ -44,36 +45,58 @@ def latents() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def reference_vae(state_dict: dict[str, Tensor]) -> nn.Module:
+def make_vae() -> Callable[..., nn.Module]:
+    """diffusers' AutoencoderKLWan as in Wan2.2, with weights of a decoder of any width and a narrow encoder."""
+    from diffusers import AutoencoderKLWan
+
+    def make(base: int, latent: int, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+        vae = AutoencoderKLWan(
+            base_dim=4,
+            decoder_base_dim=base,
+            z_dim=latent,
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+            is_residual=True,
+            in_channels=12,
+            out_channels=12,
+            patch_size=2,
+            scale_factor_temporal=4,
+            scale_factor_spatial=16,
+            latents_mean=[0.0] * latent,
+            latents_std=[1.0] * latent,
+        )
+        vae = vae.to(dtype).eval().requires_grad_(False)
+        unused = vae.load_state_dict(weights, strict=False)
+        assert not unused.unexpected_keys
+        return vae
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference_vae(make_vae: Callable[..., nn.Module], state_dict: dict[str, Tensor]) -> nn.Module:
     """diffusers' AutoencoderKLWan with the session's weights, in float64.
 
     Its upsampling casts to float32, which would round a float64 decode; nearest neighbours need no cast.
     """
-    from diffusers import AutoencoderKLWan
-
-    vae = AutoencoderKLWan(
-        base_dim=4,
-        decoder_base_dim=BASE,
-        z_dim=LATENT,
-        dim_mult=[1, 2, 4, 4],
-        num_res_blocks=2,
-        attn_scales=[],
-        temperal_downsample=[False, True, True],
-        is_residual=True,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        scale_factor_temporal=4,
-        scale_factor_spatial=16,
-        latents_mean=[0.0] * LATENT,
-        latents_std=[1.0] * LATENT,
-    )
-    vae = vae.double().eval().requires_grad_(False)
-    unused = vae.load_state_dict(state_dict, strict=False)
-    assert not unused.unexpected_keys
+    vae = make_vae(BASE, LATENT, state_dict, torch.float64)
     for block in vae.decoder.up_blocks[:3]:
         block.upsampler.resample[0] = nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")
     return vae
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the package logs."""
+    log.forget()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.logger.addHandler(handler)
+    yield said
+    log.logger.removeHandler(handler)
 
 
 class Ended(NamedTuple):

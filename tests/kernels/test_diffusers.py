@@ -5,7 +5,6 @@ import copy
 import functools
 import gc
 import io
-import logging
 import pickle
 import runpy
 import threading
@@ -21,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from wan22_vae_decode import Decoder, InputError, log, module_decoder
+from wan22_vae_decode import Decoder, InputError, module_decoder
 from wan22_vae_decode.integrations import diffusers as fast_decode
 
 TORCH = {"backend": "torch", "dtype": "float64"}
@@ -40,18 +39,6 @@ def _one_thread():
 def vae(reference_vae):
     """A VAE to change, in float64, whose stock decode is exact to float64's rounding."""
     return copy.deepcopy(reference_vae)
-
-
-@pytest.fixture
-def lines():
-    """What the package logs."""
-    log.forget()
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log.logger.addHandler(handler)
-    yield said
-    log.logger.removeHandler(handler)
 
 
 def assert_same(actual, expected, atol=1e-9):
