@@ -125,13 +125,26 @@ inline uint2 load_shared(uint32_t address) {
 
 inline void __syncthreads() { on_cpu::wait(on_cpu::block.all, static_cast<int>(blockDim.x)); }
 
-inline float __shfl_xor_sync(unsigned, float value, int distance) {
-  const size_t thread = on_cpu::block.current;
-  on_cpu::block.lanes[thread] = value;
-  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
-  const float other = on_cpu::block.lanes[thread ^ distance];
-  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
+namespace on_cpu {
+
+// Another thread's value, of those that all threads of a warp bring.
+inline float exchange(float value, size_t source) {
+  const size_t thread = block.current;
+  block.lanes[thread] = value;
+  wait(block.warps[thread / 32], 32);
+  const float other = block.lanes[source];
+  wait(block.warps[thread / 32], 32);
   return other;
+}
+
+}  // namespace on_cpu
+
+inline float __shfl_xor_sync(unsigned, float value, int distance) {
+  return on_cpu::exchange(value, on_cpu::block.current ^ distance);
+}
+
+inline int __shfl_sync(unsigned, int value, int lane) {
+  return static_cast<int>(on_cpu::exchange(static_cast<float>(value), on_cpu::block.current / 32 * 32 + lane));
 }
 
 template <typename T>
