@@ -7,7 +7,7 @@
 // A block goes down kSteps rows of n tiles. Of each it normalises a strip of 6 rows x (mn + 2) columns, a warp a pixel,
 // into shared memory, rounded as a stored activation would be; the strip is a ring of rows, of which the next row of
 // tiles keeps two. Then a thread transforms four channels of a tile, two rows of components at a time.
-// Bound: memory, x read once (L2 holds what strips share), 2.25 (m = 4) x (T + 2) / T of it written: 66 to 70 % of the
+// Bound: memory, x read once (L2 holds what strips share), 2.25 (m = 4) x (T + 2) / T of it written: 54 to 59 % of the
 // copy rate. Instructions, the next bound: SiLU runs (1 + 1 / 2 kSteps) (mn + 2) / mn times, 1.3 for m = n = 4.
 #include "launch.cuh"
 #include "norm_silu.cuh"
