@@ -273,10 +273,7 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
     x, history = bench.random(1, t, rows, cols, c_in), bench.random(1, 2, rows, cols, c_in)
     norm = 1 + 0.1 * bench.fp32(c_in)
     weight = bench.weight(c_out, 3, 3, 3, c_in)
-    parts = [
-        winograd.round_weight(winograd.transform_weight(part, columns), weight.dtype) for part in weight.split(128)
-    ]
-    conv = layers.WinogradConv(torch.cat(parts, dim=1), bench.fp32(c_out), columns)
+    conv = layers.WinogradConv(winograd.prepare_weight(weight, columns, weight.dtype), bench.fp32(c_out), columns)
     direct = layers.Conv(weight, conv.bias)
     skip = bench.random(1, t, rows, cols, c_out) if residual else None
     out = torch.empty(1, t, rows, cols, c_out, dtype=x.dtype, device=x.device)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 HEAD_CHANNELS = 112
 """The head's 9 * 12 tap channels, padded to a multiple of 16."""
 
-_TRANSFORM_CHANNELS = 128
-
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -239,13 +237,8 @@ class _Preparation:
         bias = self.wide(f"{name}.bias")
         bias = self.exact(bias if extra_bias is None else bias + extra_bias)
         if tile_columns:
-            # In parts, because the float64 components are sixteen times the weights of a half-precision decoder.
-            parts = weight.split(_TRANSFORM_CHANNELS)
-            components = [
-                winograd.round_weight(winograd.transform_weight(part, tile_columns), self.backend.dtype)
-                for part in parts
-            ]
-            return WinogradConv(torch.cat(components, dim=1), bias, tile_columns)
+            components = winograd.prepare_weight(weight, tile_columns, self.backend.dtype)
+            return WinogradConv(components, bias, tile_columns)
         return Conv(self.typed(weight), bias)
 
     def pointwise(self, name: str) -> Pointwise:

@@ -39,6 +39,10 @@ independently rounded ones where inputs are smooth; rounded for this, they are b
 """
 
 
+_PART_CHANNELS = 128
+"""Output channels of a conv whose weights are transformed at a time."""
+
+
 @dataclass(frozen=True)
 class Transforms:
     """F(m, r) in float64: ``input`` B^T [n, n], ``weight`` G [n, r], ``output`` A^T [m, n], with n = m + r - 1."""
@@ -107,6 +111,15 @@ def transform_weight(weight: Tensor, columns: int) -> Tensor:
     """
     down, across = (matrices.weight.to(weight.device) for matrices in tile_transforms(columns))
     return torch.einsum("iy,jx,otyxc->ijotc", down, across, weight.double()).flatten(0, 1)
+
+
+def prepare_weight(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """``transform_weight``, then ``round_weight``: [C_out, 3, 3, 3, C_in] -> [components, C_out, 3, C_in] in ``dtype``.
+
+    In parts, because the float64 components are sixteen times the weights of a half-precision decoder.
+    """
+    parts = weight.split(_PART_CHANNELS)
+    return torch.cat([round_weight(transform_weight(part, columns), dtype) for part in parts], dim=1)
 
 
 def round_weight(components: Tensor, dtype: torch.dtype) -> Tensor:

@@ -131,7 +131,7 @@ def test_winograd_weights_are_rounded_jointly(columns, dtype, state_dict, monkey
     name = "decoder.up_blocks.1.resnets.1.conv1"
     exact = winograd.transform_weight(state_dict[f"{name}.weight"].permute(0, 2, 3, 4, 1), columns)
     # As many parts as output channels: filters do not depend on each other.
-    monkeypatch.setattr(weights, "_TRANSFORM_CHANNELS", 1)
+    monkeypatch.setattr(winograd, "_PART_CHANNELS", 1)
     ops = TorchBackend(CPU, dtype, winograd_levels={1: columns})
     prepared = weights.prepare(state_dict, Architecture(8, 4), ops).up_blocks[1].resnets[1].conv1.weight
     assert prepared.is_contiguous()
