@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #undef __launch_bounds__
@@ -110,17 +111,6 @@ void launch(Kernel kernel, dim3 grid, dim3 threads, size_t bytes, const Argument
 
 inline uint4* shared_memory() { return shared.data(); }
 
-// By offset, as an instruction sees shared memory; an access outside of it ends the test.
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const char*>(pointer) - reinterpret_cast<const char*>(shared.data()));
-}
-inline uint2 load_shared(uint32_t address) {
-  if (address + sizeof(uint2) > 16 * shared.size()) abort();
-  uint2 bits;
-  std::memcpy(&bits, reinterpret_cast<const char*>(shared.data()) + address, sizeof(bits));
-  return bits;
-}
-
 }  // namespace on_cpu
 
 inline void __syncthreads() { on_cpu::wait(on_cpu::block.all, static_cast<int>(blockDim.x)); }
@@ -146,6 +136,57 @@ inline float __shfl_xor_sync(unsigned, float value, int distance) {
 inline int __shfl_sync(unsigned, int value, int lane) {
   return static_cast<int>(on_cpu::exchange(static_cast<float>(value), on_cpu::block.current / 32 * 32 + lane));
 }
+
+inline void __syncwarp() { on_cpu::wait(on_cpu::block.warps[on_cpu::block.current / 32], 32); }
+
+// What `shared_memory.cuh` has. Addresses are offsets, and one outside of shared memory ends the test. A barrier is the
+// number of its phase and, in the lower half, the bytes that it awaits; a copy is made when somebody waits, as late as
+// it may be.
+namespace on_cpu {
+
+inline char* at(uint32_t address, uint32_t bytes) {
+  if (address % std::min(bytes, 16u) || address + bytes > 16 * shared.size()) abort();
+  return reinterpret_cast<char*>(shared.data()) + address;
+}
+
+struct Copy {
+  uint32_t target;
+  const void* source;
+  uint32_t bytes;
+  uint64_t* barrier;
+};
+inline std::vector<Copy> copies;
+
+}  // namespace on_cpu
+
+namespace wan {
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - reinterpret_cast<char*>(on_cpu::shared.data()));
+}
+inline uint2 load_shared8(uint32_t address) { return *reinterpret_cast<uint2*>(on_cpu::at(address, 8)); }
+inline uint4 load_shared16(uint32_t address) { return *reinterpret_cast<uint4*>(on_cpu::at(address, 16)); }
+inline void store_shared16(uint32_t address, uint4 bits) { *reinterpret_cast<uint4*>(on_cpu::at(address, 16)) = bits; }
+
+inline void init_barrier(uint64_t* barrier) { *barrier = 0; }
+inline void expect_bytes(uint64_t* barrier, uint32_t bytes) { *barrier += bytes == 0 ? uint64_t(1) << 32 : bytes; }
+inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint64_t* barrier) {
+  if (bytes % 16 || target % 16 || reinterpret_cast<uintptr_t>(source) % 16) abort();
+  on_cpu::copies.push_back({target, source, bytes, barrier});
+}
+inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  while ((*barrier >> 32) % 2 == parity) {
+    for (const on_cpu::Copy& copy : std::exchange(on_cpu::copies, {})) {
+      std::memcpy(on_cpu::at(copy.target, copy.bytes), copy.source, copy.bytes);
+      *copy.barrier -= copy.bytes;
+      if (static_cast<uint32_t>(*copy.barrier) == 0) *copy.barrier += uint64_t(1) << 32;
+    }
+    on_cpu::yield();
+  }
+}
+inline void fence_before_copies() {}
+
+}  // namespace wan
 
 template <typename T>
 T __ldg(const T* pointer) {

@@ -215,8 +215,7 @@ REWRITES = (
     (r"([\w:]+(?:<[\w:, ]+>)?)<<<(.*?), stream>>>\(", r"on_cpu::launch(\1, \2, "),
     (r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = on_cpu::shared_memory();"),
     (r"(?<!extern )__shared__ ", "static "),  # blocks run one after the other
-    (r"__cvta_generic_to_shared\(", "on_cpu::shared_address("),
-    (r'asm volatile\("ld\.volatile\.shared\.v2\.u32[^;]*;"[^;]*;', "bits = on_cpu::load_shared(address);"),
+    (r'#include "shared_memory\.cuh"', ""),
     (r'asm\("ex2\.[^;]*;"[^;]*;', "y = exp2f(x);"),
     (r'asm\("rcp\.[^;]*;"[^;]*;', "y = 1.0f / x;"),
     (r'asm\("rsqrt\.[^;]*;" : "=f"\(y\) : "f"\((.*)\)\);', r"y = 1.0f / std::sqrt(\1);"),

@@ -40,28 +40,31 @@ __device__ inline float reciprocal_flushed(float x) {
   return y;
 }
 
-__device__ inline float silu(float n) {
-  constexpr float kMinusLog2E = -1.44269504f;
-  return n * reciprocal_flushed(1.0f + exp2_flushed(n * kMinusLog2E));
+constexpr float kMinusLog2E = -1.44269504f;
+
+// What a channel's normalised value is multiplied by: gamma, and for SiLU the exponential's factor.
+template <bool kSilu>
+__device__ inline void load_weights(const float* gamma, float (&weights)[8]) {
+  load_floats(gamma, weights);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) weights[i] *= kSilu ? kMinusLog2E : 1.0f;
+}
+
+// n * sigmoid(n) from m = -log2(e) n.
+__device__ inline float silu(float m) {
+  return m * reciprocal_flushed(fmaf(exp2_flushed(m), kMinusLog2E, kMinusLog2E));
 }
 
 template <typename T, bool kSilu>
-__device__ inline uint4 normalise(uint4 bits, float scale, const float (&gammas)[8]) {
+__device__ inline uint4 normalise(uint4 bits, float scale, const float (&weights)[8]) {
   float values[8];
   to_floats<T>(bits, values);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float n = values[i] * scale * gammas[i];
+    const float n = values[i] * scale * weights[i];
     values[i] = kSilu ? silu(n) : n;
   }
   return from_floats<T>(values);
-}
-
-template <typename T, bool kSilu>
-__device__ inline uint4 normalise(uint4 bits, float scale, const float* gamma) {
-  float gammas[8];
-  load_floats(gamma, gammas);
-  return normalise<T, kSilu>(bits, scale, gammas);
 }
 
 }  // namespace wan

@@ -95,7 +95,12 @@ __global__ void __launch_bounds__(256, 3) norm_silu_pad_kernel(const __grid_cons
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t vector = lane + 32 * v;
       if (vector >= a.vectors) continue;
-      const uint4 result = pixels[p].raw ? data[p][v] : normalise<T, kSilu>(data[p][v], scale[p], a.gamma + 8 * vector);
+      uint4 result = data[p][v];
+      if (!pixels[p].raw) {
+        float weights[8];
+        load_weights<kSilu>(a.gamma + 8 * vector, weights);
+        result = normalise<T, kSilu>(result, scale[p], weights);
+      }
       y[int64_t(first + p) * a.vectors + vector] = result;
       if (pixels[p].next != nullptr) pixels[p].next[vector] = result;
     }
@@ -118,7 +123,11 @@ __global__ void __launch_bounds__(256) norm_silu_pad_wide_kernel(const __grid_co
   uint4* y = static_cast<uint4*>(a.y) + int64_t(index) * a.vectors;
   for (uint32_t v = lane; v < a.vectors; v += 32) {
     uint4 result = pixel.source != nullptr ? __ldg(pixel.source + v) : make_uint4(0, 0, 0, 0);
-    if (!pixel.raw) result = normalise<T, kSilu>(result, scale, a.gamma + 8 * v);
+    if (!pixel.raw) {
+      float weights[8];
+      load_weights<kSilu>(a.gamma + 8 * v, weights);
+      result = normalise<T, kSilu>(result, scale, weights);
+    }
     y[v] = result;
     if (pixel.next != nullptr) pixel.next[v] = result;
   }
