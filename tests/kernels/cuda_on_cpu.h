@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Enough of CUDA to run a kernel's source on a CPU: every thread of a block is a fiber, barriers and shuffles switch to
-// the next one. Included before the source, whose launches, inline assembly and shared memory the test rewrites.
+// Enough of CUDA to run a kernel's source on a CPU: every thread of a block is
+// a fiber, barriers and shuffles switch to the next one. Included before the
+// source, whose launches, inline assembly and shared memory the test rewrites.
 #pragma once
 #include <cuda_runtime.h>
 #include <ucontext.h>
@@ -139,9 +140,10 @@ inline int __shfl_sync(unsigned, int value, int lane) {
 
 inline void __syncwarp() { on_cpu::wait(on_cpu::block.warps[on_cpu::block.current / 32], 32); }
 
-// What `shared_memory.cuh` has. Addresses are offsets, and one outside of shared memory ends the test. A barrier is the
-// number of its phase and, in the lower half, the bytes that it awaits; a copy is made when somebody waits, as late as
-// it may be.
+// What `shared_memory.cuh` has. Addresses are offsets, and one outside of
+// shared memory ends the test. A barrier is the number of its phase and, in the
+// lower half, the bytes that it awaits; a copy is made when somebody waits, as
+// late as it may be.
 namespace on_cpu {
 
 inline char* at(uint32_t address, uint32_t bytes) {
@@ -187,6 +189,18 @@ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
 inline void fence_before_copies() {}
 
 }  // namespace wan
+
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const size_t thread = on_cpu::block.current, first = thread / 32 * 32;
+  on_cpu::block.lanes[thread] = vote;
+  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
+  unsigned votes = 0;
+  for (size_t lane = 0; lane < 32; ++lane) votes |= unsigned(on_cpu::block.lanes[first + lane] != 0) << lane;
+  on_cpu::wait(on_cpu::block.warps[thread / 32], 32);
+  return votes;
+}
+
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
 
 template <typename T>
 T __ldg(const T* pointer) {

@@ -50,9 +50,14 @@ __device__ inline void load_weights(const float* gamma, float (&weights)[8]) {
   for (int i = 0; i < 8; ++i) weights[i] *= kSilu ? kMinusLog2E : 1.0f;
 }
 
-// n * sigmoid(n) from m = -log2(e) n.
-__device__ inline float silu(float m) {
-  return m * reciprocal_flushed(fmaf(exp2_flushed(m), kMinusLog2E, kMinusLog2E));
+// n * sigmoid(n) from m = -log2(e) n, of two values, which share a reciprocal: special functions are what norm and SiLU
+// wait for. Below n = -41 the result is no more than 1e-16 in any type.
+__device__ inline void silu(float& first, float& second) {
+  constexpr float kMost = 60.0f;
+  const float a = fmaf(exp2_flushed(fminf(first, kMost)), kMinusLog2E, kMinusLog2E);
+  const float b = fmaf(exp2_flushed(fminf(second, kMost)), kMinusLog2E, kMinusLog2E);
+  const float shared = reciprocal_flushed(a * b);
+  first *= shared * b, second *= shared * a;
 }
 
 template <typename T, bool kSilu>
@@ -60,9 +65,10 @@ __device__ inline uint4 normalise(uint4 bits, float scale, const float (&weights
   float values[8];
   to_floats<T>(bits, values);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float n = values[i] * scale * weights[i];
-    values[i] = kSilu ? silu(n) : n;
+  for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * weights[i];
+  if constexpr (kSilu) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) silu(values[i], values[i + 1]);
   }
   return from_floats<T>(values);
 }
