@@ -18,8 +18,8 @@ Transformed weights are rounded jointly (``round_weight``): the components of a 
 and enter 16 or 12 outputs, so that the rounding error of one can be cancelled by others.
 
 Nearest x2 upsampling and a 3x3 conv are, at the low resolution, a 2x2 conv for each of four output phases. They all run
-as F(3x3, 2x2) on the same components of the input (``upsample_transforms``): 16 products for 36 outputs, where the
-phases need 64 for 16.
+as F(3x3, 2x2) on the same components of the input (``upsample_transforms``): 64 products for 36 outputs, where the
+convs need 144.
 """
 
 from __future__ import annotations

@@ -146,7 +146,11 @@ def test_every_element_type_keeps_its_own_kernels(arch, built):
         ("wan_upsample_output", library.UpsampleOutputProblem(), "empty output"),
         ("wan_upsample_output", library.UpsampleOutputProblem(1, 4, 1, 8, 12, 1, 0, 0, 0, 1), "multiples of 8"),
         ("wan_upsample_output", library.UpsampleOutputProblem(1, 4, 1, 8, 24, 1, 0, 0, 0, 1), "do not divide 32"),
-        ("wan_upsample_output", library.UpsampleOutputProblem(1, 4, 1, 8, 8, 1, 0, 2, 1, 2), "tile rows 1 + 2 of 0 to 3"),
+        (
+            "wan_upsample_output",
+            library.UpsampleOutputProblem(1, 4, 1, 8, 8, 1, 0, 2, 1, 3),
+            "tile rows 1 + 3 of 0 to 3",
+        ),
         ("wan_output_head", library.HeadProblem(), "empty input"),
         ("wan_conv3d_fp16", library.Conv3dProblem(c_in=12, c_out=8), "12 -> 8 are not multiples of 8"),
         ("wan_conv3d_bf16", library.Conv3dProblem(c_in=8, c_out=8, stride_row=4), "16 bytes"),

@@ -226,9 +226,8 @@ def test_upsample_conv2x_on_a_band(rows, first, form, ops):
     around = padded[:, :, first : first + rows + 2 * rim]
     halo = Halo(around[:, :, :rim].contiguous(), around[:, :, -rim:].contiguous(), first)
     result = ops.upsample_conv2x(image[:, :, band].contiguous(), up, shortcut[:, :, band].contiguous(), 0, halo)
-    expected = ops.upsample_conv2x(image, up, shortcut, 0, None)[:, :, 2 * first : 2 * (first + rows)]
-    assert close(result, expected)
-    assert close(expected, (enlarged_conv(image, weight, bias) + dup_up(shortcut, 6, 1, 0))[:, :, 2 * first :][:, :, : 2 * rows])
+    expected = enlarged_conv(image, weight, bias) + dup_up(shortcut, 6, 1, 0)
+    assert close(result, expected[:, :, 2 * first : 2 * (first + rows)])
 
 
 @pytest.mark.parametrize("halo", [False, True])

@@ -96,7 +96,9 @@ SECOND_ROWS = [(1, 4, 4, 1), (2, 2, 4, 1)]
 
 def halo_bytes(convs, passes, batch=1):
     """What a rank sends to one neighbour in float32."""
-    values = sum(count * frames_of(passes, rate) * (COLS << level) * width * BASE for level, width, rate, count in convs)
+    values = sum(
+        count * frames_of(passes, rate) * (COLS << level) * width * BASE for level, width, rate, count in convs
+    )
     return 4 * batch * values
 
 

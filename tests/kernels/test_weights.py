@@ -158,7 +158,7 @@ def test_upsampling_components_are_the_phases_transformed():
     components, phases = weights.upsample_components(weight), weights.upsample_phases(weight)
     assert components.shape == (16, 2, 2, 3, 5)
     taps = phases.permute(0, 1, 2, 5, 3, 4)
-    # At 0 and infinity twice the first and the last tap (at 0 with the other sign), at 1 and -1 their sum and difference.
+    # At 0 and infinity twice the first and the last tap (at 0 negated), at 1 and -1 their sum and difference.
     rows = [-2 * taps[..., 0, :], taps.sum(-2), taps[..., 0, :] - taps[..., 1, :], 2 * taps[..., 1, :]]
     for i, line in enumerate(rows):
         for j, value in enumerate([-2 * line[..., 0], line.sum(-1), line[..., 0] - line[..., 1], 2 * line[..., 1]]):

@@ -19,8 +19,8 @@ WINOGRAD_BYTES = 640 << 20
 """Most bytes of components and their products at a time: enough that a band's GEMM takes twenty waves or more."""
 
 UPSAMPLE_WINOGRAD_LEVELS = (1, 2)
-"""Levels whose upsampling convs run in Winograd form in float16. At level 0 it would save little time, and a row band may
-have fewer rows there than it needs of its neighbours."""
+"""Levels whose upsampling convs run in Winograd form in float16: on an H200 it saves some 40 ms of 121 frames at each,
+and costs 0.25 dB. At level 0 there is little to save, and a row band may have fewer rows than its neighbours need."""
 
 SCRATCH_BYTES = 512 << 20
 """Most bytes that an op's temporaries between two kernels take, where an op can work through frames."""
@@ -73,7 +73,9 @@ def frames_per_slab(frames: int, bytes_per_frame: int) -> int:
     return _even(frames, SCRATCH_BYTES // max(1, bytes_per_frame))
 
 
-def upsample_slab(frames: int, rows: int, cols: int, band: bool, c_in: int, c_out: int, size: int) -> tuple[int, int, int]:
+def upsample_slab(
+    frames: int, rows: int, cols: int, band: bool, c_in: int, c_out: int, size: int
+) -> tuple[int, int, int]:
     """Frames and rows of tiles of an upsampling conv in Winograd form to work on at a time, and the bytes of their
     components and products: all rows of some frames, or some rows of one.
 

@@ -166,7 +166,7 @@ def _move_all(value, move: Move):
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Halo):
-        return Halo(*(_move_all(part, move) for part in value))
+        return Halo(move(value.above), move(value.below), value.first_row)
     return type(value)(**{name: _move_all(part, move) for name, part in vars(value).items()})
 
 
@@ -182,7 +182,8 @@ def _history(case: Case, random: _Random, halo: bool) -> Tensor | None:
 def _halo(case: Case, random: _Random, channels: int) -> Halo | None:
     if not case.halo:
         return None
-    return Halo(*(random(case.batch, case.frames, 1, case.cols, channels) for _ in range(2)))
+    edge = (case.batch, case.frames, 1, case.cols, channels)
+    return Halo(random(*edge), random(*edge))
 
 
 def _causal_conv3d(case: Case, random: _Random) -> Run:
@@ -283,8 +284,8 @@ def _upsample_conv2x(case: Case, random: _Random, winograd_form: bool = False) -
     x = _activation(case, random)
     weight, bias = random.weight(case.c_out, case.c_in, 3, 3), random.fp32(case.c_out)
     rewrite = weights.upsample_components if winograd_form else weights.upsample_phases
-    prepared = rewrite(weight.double()).to(weight.dtype).contiguous()
-    up = layers.UpsampleConv(*((None, prepared) if winograd_form else (prepared, None)), bias)
+    taps = rewrite(weight.double()).to(weight.dtype).contiguous()
+    up = layers.UpsampleConv(None, taps, bias) if winograd_form else layers.UpsampleConv(taps, None, bias)
     frames = (case.frames + skip) // factor
     x = x[:, : frames * factor - skip].contiguous()
     shortcut = random(case.batch, frames, case.rows, case.cols, case.c_in)
