@@ -279,10 +279,11 @@ def test_rows_and_frames_change_places(ops):
         assert torch.equal(ops.join_frames(received, [2, 3], 2, bottom - top, 3, 4), x[:, :, top:bottom])
 
 
-def test_edge_rows(ops):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_edge_rows(ops, rows):
     x = draw(2, 3, 4, 5, 6)
-    above, below = ops.edge_rows(x)
-    assert torch.equal(above, x[:, :, :1])
-    assert torch.equal(below, x[:, :, 3:])
+    above, below = ops.edge_rows(x, rows)
+    assert torch.equal(above, x[:, :, :rows])
+    assert torch.equal(below, x[:, :, 4 - rows :])
     assert above.is_contiguous()
     assert below.is_contiguous()
