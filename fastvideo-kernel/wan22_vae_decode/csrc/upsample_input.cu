@@ -3,8 +3,8 @@
 // of x [F, H, W, C]:
 //   v [16, F, tile rows, tiles, C], component 4i + j = (B^T d B)[i][j] of the 4 x 4 pixels d from (3k - 1, 3l - 1) on,
 // with zeros, or two halo rows and zeros behind them, outside; in fp32, rounded once. Rows are counted in the image, of
-// which x may be a band, so that tiles lie alike on every rank. A thread takes eight channels of a tile, sixteen loads
-// in flight; a block takes eight tiles side by side, which share columns in L1.
+// which x may be a band, so that tiles lie alike on every rank. A thread takes eight channels of a tile, a block eight
+// tiles side by side, which share columns in L1.
 // Bound: memory, x read once (L2 holds what tiles share), 16 / 9 of it written.
 #include "launch.cuh"
 #include "upsample.cuh"

@@ -84,7 +84,7 @@ __device__ inline void store_row(const UpsampleOutputArguments& a, const Place& 
 }
 
 template <typename T, Shortcut kShortcut>
-__global__ void __launch_bounds__(128, 3) upsample_output_kernel(const __grid_constant__ UpsampleOutputArguments a) {
+__global__ void __launch_bounds__(128, 4) upsample_output_kernel(const __grid_constant__ UpsampleOutputArguments a) {
   const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
   if (item >= a.items) return;
   const uint32_t group = item / a.vectors;  // of a tile and phase
