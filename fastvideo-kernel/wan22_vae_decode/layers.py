@@ -79,7 +79,9 @@ class UpsampleConv:
 
     @property
     def halo_rows(self) -> int:
-        """Rows that a band needs from each neighbour: tiles, which do not end where bands do, reach two rows out."""
+        """Rows that a band needs from each neighbour. Outputs depend on one row; the tiles across a band's edge make
+        them from two, with the same rounding on both sides.
+        """
         return 1 if self.components is None else 2
 
 

@@ -452,11 +452,13 @@ def test_widths_that_the_kernels_cannot_take_are_refused(backend, make_state_dic
 
 
 def upsampling_layer(backend, channels, *shape):
-    """A layer, and tensors for it: small integers, whose products torch sums to the same bits in any order."""
+    """A layer of integer weights, and tensors for it in steps of 1 / 512: components and their products round, but
+    torch sums the products exactly, to the same bits in any order.
+    """
     random = selftest._Random(torch.float32, 6)
     weight = weights.upsample_components(random(channels, channels, 3, 3).round().double())
     up = layers.UpsampleConv(None, weight.to(backend.dtype), random.fp32(channels))
-    return up, *(random(*size, channels).round().to(backend.dtype) for size in shape)
+    return up, *((512 * random(*size, channels)).round().div(512).to(backend.dtype) for size in shape)
 
 
 @pytest.mark.parametrize("first_row", range(3))

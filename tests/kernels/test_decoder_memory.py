@@ -198,6 +198,19 @@ def test_a_band_needs_less_than_the_whole(world):
     assert whole / world < band < 1.1 * whole / world + 2**30
 
 
+def test_second_halo_rows_are_counted(monkeypatch):
+    """Sent and received on both sides of a band, for the upsampling convs in Winograd form."""
+    monkeypatch.setattr(TorchBackend, "workspace_bytes", lambda *arguments: 0)
+    plan, arch = memory.Plan(4, 4), Architecture(8, 4)
+    direct, tiled = (
+        dict(memory.steps(TorchBackend(CPU, torch.float16, {}, levels), arch, memory.Extent(1, 2, 4, 6, 2), plan))
+        for levels in ((), (1, 2))
+    )
+    more = {name: tiled[name] - nbytes for name, nbytes in direct.items() if tiled[name] != nbytes}
+    # 16 frames at both levels, of 12 columns and 32 channels, of 24 and 16.
+    assert more == {"up_blocks.1.upsample": 4 * 16 * 12 * 32 * 2, "up_blocks.2.upsample": 4 * 16 * 24 * 16 * 2}
+
+
 class Limited(TorchBackend):
     """Reports a fixed amount of free memory."""
 
