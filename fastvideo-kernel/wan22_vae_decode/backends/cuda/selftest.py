@@ -107,7 +107,7 @@ def check(backend: CudaBackend) -> None:
 
 def tolerance(case: Case, dtype: torch.dtype) -> float:
     """The largest relative error that `compare` may return."""
-    return (WINOGRAD_TOLERANCE if "winograd" in case.op else TOLERANCE)[dtype]
+    return (WINOGRAD_TOLERANCE if case.op == "winograd_conv3d" else TOLERANCE)[dtype]
 
 
 def compare(backend: Backend, case: Case, seed: int = 0) -> float:
