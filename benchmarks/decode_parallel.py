@@ -45,6 +45,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from wan22_vae_decode import Decoder, weights
 from wan22_vae_decode.accuracy import strict_float32
+from wan22_vae_decode.backends.base import Backend
 from wan22_vae_decode.geometry import RESNETS, SPATIAL, Architecture
 
 WEIGHT_SET = "branches"
@@ -298,16 +299,17 @@ def wrong_frames(clip: Clip, dtype: torch.dtype, digests: list[str]) -> list[str
 def wrong_bytes(sent: list[int], decoder: Decoder, latents: Tensor) -> list[str]:
     """Ranks whose halos were not those of the formula."""
     frames, cols = latents.shape[2], latents.shape[4]
-    row_bytes = halo_bytes(decoder.arch, frames, cols, decoder.dtype.itemsize)
+    row_bytes = halo_bytes(decoder.arch, frames, cols, decoder._ops)
     last = len(sent) - 1
     expected = [row_bytes * ((rank > 0) + (rank < last)) for rank in range(len(sent))]
     return [] if sent == expected else [f"sent {sent} bytes of halos, where the formula gives {expected}"]
 
 
-def halo_bytes(arch: Architecture, frames: int, cols: int, itemsize: int) -> int:
+def halo_bytes(arch: Architecture, frames: int, cols: int, ops: Backend) -> int:
     """Bytes of all rows that a rank sends to one neighbour in a decode of ``frames`` latent frames, ``cols`` wide.
 
-    One row before each 3x3 conv from the mid block's second resnet on. The video's first frame is never doubled.
+    One row before each 3x3 conv from the mid block's second resnet on, two before an upsampling conv in Winograd form.
+    The video's first frame is never doubled.
     """
     rate, values = 1, 2 * frames * cols * arch.inner
     for block in arch.up_blocks:
@@ -316,8 +318,9 @@ def halo_bytes(arch: Architecture, frames: int, cols: int, itemsize: int) -> int
         values += (rate * (frames - 1) + 1) * row * resnets
         rate *= 2 if block.doubles_time else 1
         # The upsampler's conv works at the block's resolution; in the last block it is the head.
-        values += (rate * (frames - 1) + 1) * row * block.c_out
-    return values * itemsize
+        tiled = block.doubles_space and ops.upsample_method(block.level, block.c_out, block.c_out) == "winograd"
+        values += (rate * (frames - 1) + 1) * row * block.c_out * (2 if tiled else 1)
+    return values * ops.dtype.itemsize
 
 
 if __name__ == "__main__":

@@ -352,32 +352,36 @@ def time_double_row(bench, level, t, rows, cols, c) -> None:
 
 
 def upsample_row(bench, level, t, rows, cols, c_out, c_shortcut, factor, count) -> None:
-    """The whole op in both forms, of which the chosen one counts, then the second kernel of the phases alone."""
+    """The whole op in both forms, of which the chosen one counts, then the other kernels of the phases and of the
+    first band of Winograd tiles alone.
+    """
     x = bench.random(1, t, rows, cols, c_out)
     weight, bias = bench.weight(c_out, c_out, 3, 3), bench.fp32(c_out)
     shortcut = bench.random(1, t // factor, rows, cols, c_shortcut)
     shape = f"L{level} {t}x{rows}x{cols} {c_out}"
-    pixels = t * rows * cols
-    phases, products = (
+    pixels, size = t * rows * cols, x.element_size()
+    phases, components = (
         rewrite(weight.double()).to(weight.dtype).contiguous()
-        for rewrite in (weights.upsample_phases, weights.upsample_products)
+        for rewrite in (weights.upsample_phases, weights.upsample_components)
     )
-    forms = {
-        "phases": (layers.UpsampleConv(phases, None, bias), 16),
-        "products": (layers.UpsampleConv(None, products, bias), 9),
-    }
+    up, tiled = layers.UpsampleConv(phases, None, bias), layers.UpsampleConv(None, components, bias)
     chosen = bench.ours.upsample_method(level, c_out, c_out)
-    reference = forms["phases"][0]
-    for method, (up, taps) in forms.items():
-        row = Row(f"upsample {method}", shape, count * (method == chosen), flops=2.0 * taps * pixels * c_out * c_out)
-        bench.row(
-            row,
-            lambda ops, up=up: ops.upsample_conv2x(x, up if ops is bench.ours else reference, shortcut, 0, None),
-            beside=method == "phases",
-        )
+    flops = 2.0 * 16 * pixels * c_out * c_out
+    row = Row("upsample phases", shape, count * (chosen == "phases"), flops=flops)
+    bench.row(row, lambda ops: ops.upsample_conv2x(x, up, shortcut, 0, None))
+    # Checked against torch's phases, timed in the row above; the rate is that of the products that remain.
+    tiles = len(winograd.upsample_tiles(rows)) * len(winograd.upsample_tiles(cols))
+    flops = 2.0 * winograd.UPSAMPLE_COMPONENTS * t * tiles * 4 * c_out * c_out
+    row = Row("upsample winograd", shape, count * (chosen == "winograd"), flops=flops)
+    bench.row(
+        row,
+        lambda ops: ops.upsample_conv2x(x, tiled if ops is bench.ours else up, shortcut, 0, None),
+        limit=WINOGRAD_DIFFERENCE[x.dtype],
+        beside=False,
+    )
+    upsample_winograd_parts(bench, level, x[0], tiled, shortcut[0], factor)
 
-    up = reference
-    slab = heuristics.frames_per_slab(t, 4 * rows * cols * c_out * x.element_size()) // factor * factor or factor
+    slab = heuristics.frames_per_slab(t, 4 * rows * cols * c_out * size) // factor * factor or factor
     part = bench.random(2, 2, slab, rows, cols, c_out)
     out = torch.empty(slab, 2 * rows, 2 * cols, c_out, dtype=x.dtype, device=x.device)
     repeats = c_out * 4 * factor // c_shortcut
@@ -396,9 +400,40 @@ def upsample_row(bench, level, t, rows, cols, c_out, c_shortcut, factor, count) 
                     wanted[frame, r::2, c::2] = part[r, c, frame].float() + up.bias + extra
         return wanted
 
-    moved = (8 * part[0, 0].numel() + shortcut[0, : slab // factor].numel()) * x.element_size()
+    moved = (8 * part[0, 0].numel() + shortcut[0, : slab // factor].numel()) * size
     # Counted in the whole op already.
     bench.row(Row("upsample_combine", f"L{level} {slab}x{rows}x{cols} {c_out}", 0, nbytes=moved), combine)
+
+
+def upsample_winograd_parts(bench, level, x, up, shortcut, factor) -> None:
+    """The three kernels of a band of tiles."""
+    t, rows, cols, c = x.shape
+    kernels, size, count = bench.ours.kernels, x.element_size(), winograd.UPSAMPLE_COMPONENTS
+    slab, band, _ = heuristics.upsample_slab(t, rows, cols, False, c, c, size)
+    across = len(winograd.upsample_tiles(cols))
+    tiles = slab * band * across
+    source = x[:slab]
+    components = torch.empty(count, slab, band, across, c, dtype=x.dtype, device=x.device)
+    products = torch.empty(count, slab, band, across, 2, 2, c, dtype=x.dtype, device=x.device)
+    out = torch.empty(slab, 2 * rows, 2 * cols, c, dtype=x.dtype, device=x.device)
+    kept = min(winograd.UPSAMPLE_TILE * band, rows)
+    shape = f"L{level} {slab}x{kept}x{cols} {c}"
+    pixels = slab * kept * cols
+
+    def multiply() -> None:
+        a, d = components.view(count, tiles, 1, c), products.view(count, tiles, 4 * c)
+        kernels.tap_gemm(a, up.components.view(count, 4 * c, 1, c), None, None, d)
+
+    def transform_output() -> None:
+        kernels.upsample_output(products, up.bias, shortcut, 0, factor, 0, 0, out)
+
+    moved = (pixels * c + components.numel()) * size
+    bench.part(
+        Row("upsample_input", shape, 0, nbytes=moved), lambda: kernels.upsample_input(source, None, 0, components)
+    )
+    bench.part(Row("upsample GEMM", shape, 0, flops=2.0 * count * tiles * 4 * c * c), multiply)
+    moved = (products.numel() + pixels * (4 * c + shortcut.shape[-1] / factor)) * size
+    bench.part(Row("upsample_output", shape, 0, nbytes=moved), transform_output)
 
 
 def head_row(bench, t, rows, cols, c, dtype, count) -> None:

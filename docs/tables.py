@@ -30,7 +30,7 @@ LATENT_FRAMES = 31
 KINDS = {
     "Winograd convs, norm and SiLU included": ("winograd_conv3d",),
     "direct 3x3x3 convs": ("causal_conv3d",),
-    "upsampling convs": ("upsample phases", "upsample products"),
+    "upsampling convs": ("upsample phases", "upsample winograd"),
     "norm, SiLU and pad of direct convs and the head": ("norm_silu_pad", "causal_pad"),
     "1x1x1 convs": ("pointwise_conv",),
     "time convs": ("time_double",),

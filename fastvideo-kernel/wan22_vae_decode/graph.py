@@ -66,7 +66,7 @@ class Window:
 class RowExchange(Protocol):
     """Fetches the neighbouring rows of a band; implemented by ``parallel``."""
 
-    def halo(self, ops: base.Backend, x: Tensor, layer: str) -> base.Halo: ...
+    def halo(self, ops: base.Backend, x: Tensor, layer: str, rows: int) -> base.Halo: ...
 
 
 class Stream:
@@ -86,6 +86,7 @@ class Graph:
         weights: what ``weights.prepare`` made for it.
         blocks: the shapes of the up blocks.
         neighbours: exchanges halo rows; None where the rows are whole.
+        first_row: of the band, in latents.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class Graph:
         weights: layers.DecoderWeights,
         blocks: tuple[UpBlockShape, ...],
         neighbours: RowExchange | None = None,
+        first_row: int = 0,
     ) -> None:
         self.ops = ops
         self.weights = weights
         self.blocks = blocks
         self.neighbours = neighbours
+        self.first_row = first_row
 
     # The two halves of a pass. Between them, ranks turn frames into row bands.
 
@@ -159,8 +162,11 @@ class Graph:
                 self._double_time(f"{name}.time_conv", block.upsampler.time, stream, history, first)
         with record_function(f"wan.{name}.upsample"):
             surplus = 1 if first and shape.doubles_time else 0
-            halo = self._halo(stream.value, f"{name}.upsample")
-            stream.value = self.ops.upsample_conv2x(stream.value, block.upsampler.spatial, block_input, surplus, halo)
+            conv = block.upsampler.spatial
+            halo = self._halo(stream.value, f"{name}.upsample", conv.halo_rows)
+            if halo is not None:
+                halo = halo._replace(first_row=self.first_row << shape.level)
+            stream.value = self.ops.upsample_conv2x(stream.value, conv, block_input, surplus, halo)
 
     def _resnet(
         self,
@@ -235,8 +241,8 @@ class Graph:
             return self.ops.winograd_conv3d(x, conv, residual, out)
         return self.ops.causal_conv3d(x, conv, residual, out)
 
-    def _halo(self, x: Tensor, layer: str) -> base.Halo | None:
-        return None if self.neighbours is None else self.neighbours.halo(self.ops, x, layer)
+    def _halo(self, x: Tensor, layer: str, rows: int = 1) -> base.Halo | None:
+        return None if self.neighbours is None else self.neighbours.halo(self.ops, x, layer, rows)
 
     def _pruned(self, x: Tensor, history: History | Window) -> Tensor:
         return x[:, history.prune :].contiguous() if history.prune else x

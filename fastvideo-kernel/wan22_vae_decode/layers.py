@@ -69,14 +69,20 @@ class UpsampleConv:
     """Nearest x2 followed by a 3x3 convolution, without ever forming the enlarged image.
 
     Exactly one form is present. ``phases`` [2, 2, C_out, 2, 2, C_in]: output phase (row, column), then the 2x2 taps
-    that fall on distinct source pixels. ``products`` [3, 3, C_out, C_in]: per axis the taps (a, a + b + c, c), for
-    the three products a (x[-1] - x[0]), (a + b + c) x[0] and c (x[1] - x[0]); output phase 0 is the first two's
-    sum, phase 1 the last two's.
+    that fall on distinct source pixels. ``components`` [16, 2, 2, C_out, C_in]: the phases' taps in F(3x3, 2x2) form,
+    component 4 * i + j of row i of the vertical and row j of the horizontal transform. ``bias`` [C_out].
     """
 
     phases: Tensor | None
-    products: Tensor | None
+    components: Tensor | None
     bias: Tensor
+
+    @property
+    def halo_rows(self) -> int:
+        """Rows that a band needs from each neighbour. Outputs depend on one row; the tiles across a band's edge make
+        them from two, with the same rounding on both sides.
+        """
+        return 1 if self.components is None else 2
 
 
 @dataclass(frozen=True)

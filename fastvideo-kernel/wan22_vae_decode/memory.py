@@ -156,9 +156,10 @@ def _up_block_steps(
         work = ops.workspace_bytes("time_double", replace(time, c_out=2 * block.c_out))
         yield f"{name}.time_double", beside + block_input + 2 * x + padded + work
         shape = replace(shape, frames=2 * shape.frames)
+    shape = replace(shape, upsample_method=ops.upsample_method(block.level, block.c_out, block.c_out))
     x = _activation(ops, shape, block.c_out)
     live = beside + block_input + 5 * x + ops.workspace_bytes("upsample_conv2x", shape)
-    yield f"{name}.upsample", live + _halo(ops, shape)
+    yield f"{name}.upsample", live + (2 if shape.upsample_method == "winograd" else 1) * _halo(ops, shape)
 
 
 def _resnet_steps(

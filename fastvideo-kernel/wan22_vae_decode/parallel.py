@@ -4,7 +4,8 @@
 The prefix (up to the mid block's attention, which sees whole frames) is split by latent frames: each rank computes
 an interval of a pass from the latents, which all ranks hold, with six frames of context before it. One all-to-all
 then turns frames into row bands, on which the rest runs; before each 3x3 conv a band fetches one row from each
-neighbour. Passes with fewer than two frames a rank run the prefix on every rank and keep their rows.
+neighbour, or two (``UpsampleConv.halo_rows``). Passes with fewer than two frames a rank run the prefix on every rank
+and keep their rows.
 
 Agreement. Ranks talk over two groups of their own: data moves over one of the caller's kind (NCCL, gloo), decisions
 over a CPU group, each named so that ranks at different places notice. A failure before a decode's first exchange or
@@ -241,9 +242,9 @@ class Communicator:
         self.stats.add("prefix", (sum(sent) - sent[self.rank]) * item)
         return ops.join_frames(receive, counts, batch, mine, cols, channels)
 
-    def halo(self, ops: Backend, x: Tensor, layer: str) -> Halo:
-        """One row of ``x`` from each neighbour, zeros at the image's edges. ``layer`` names it in profiles."""
-        first, last = ops.edge_rows(x)
+    def halo(self, ops: Backend, x: Tensor, layer: str, rows: int) -> Halo:
+        """``rows`` rows of ``x`` from each neighbour, zeros at the image's edges. ``layer`` names it in profiles."""
+        first, last = ops.edge_rows(x, rows)
         above = torch.empty_like(first) if self.rank > 0 else torch.zeros_like(first)
         below = torch.empty_like(last) if self.rank < self.world - 1 else torch.zeros_like(last)
         messages: list[Message] = []

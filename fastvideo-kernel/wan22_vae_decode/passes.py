@@ -220,7 +220,8 @@ class Decode:
 
     def _start_over(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._graph = Graph(prepared.ops, prepared.weights, self.arch.up_blocks, self.comm)
+        top, _ = self.bands[self.rank]
+        self._graph = Graph(prepared.ops, prepared.weights, self.arch.up_blocks, self.comm, top)
         self._history = History()
 
     def _in_bfloat16(self) -> Prepared:

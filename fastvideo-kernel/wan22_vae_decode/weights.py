@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 HEAD_CHANNELS = 112
 """The head's 9 * 12 tap channels, padded to a multiple of 16."""
 
+_PART_CHANNELS = 128
+"""Output channels of an upsampling conv whose weights are transformed at a time."""
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -247,8 +250,10 @@ class _Preparation:
     def upsample(self, name: str, method: str) -> UpsampleConv:
         weight = self.wide(f"{name}.weight")
         bias = self.exact(self.wide(f"{name}.bias"))
-        if method == "products":
-            return UpsampleConv(None, self.typed(upsample_products(weight)), bias)
+        if method == "winograd":
+            # In parts, as Winograd's other weights.
+            parts = [self.typed(upsample_components(part)) for part in weight.split(_PART_CHANNELS)]
+            return UpsampleConv(None, torch.cat(parts, dim=3), bias)
         return UpsampleConv(self.typed(upsample_phases(weight)), None, bias)
 
     def norm(self, name: str) -> Tensor:
@@ -278,10 +283,10 @@ def upsample_phases(weight: Tensor) -> Tensor:
     return torch.einsum("pky,qlx,oiyx->pqokli", sums, sums, weight)
 
 
-def upsample_products(weight: Tensor) -> Tensor:
-    """[C_out, C_in, 3, 3] -> [3, 3, C_out, C_in]: per axis the taps (a, a + b + c, c)."""
-    taps = weight.new_tensor([[1, 0, 0], [1, 1, 1], [0, 0, 1]])
-    return torch.einsum("py,qx,oiyx->pqoi", taps, taps, weight)
+def upsample_components(weight: Tensor) -> Tensor:
+    """[C_out, C_in, 3, 3] -> [16, 2, 2, C_out, C_in]: the four phases' taps in F(3x3, 2x2) form."""
+    matrix = winograd.upsample_transforms().weight.to(weight)
+    return torch.einsum("mk,nl,pqokli->mnpqoi", matrix, matrix, upsample_phases(weight)).flatten(0, 1)
 
 
 def head_weight(weight: Tensor) -> Tensor:

@@ -16,6 +16,10 @@ that they are made of, and columns of A^T by the inverse; powers of two change n
 
 Transformed weights are rounded jointly (``round_weight``): the components of a 3x3 filter have nine degrees of freedom
 and enter 16 or 12 outputs, so that the rounding error of one can be cancelled by others.
+
+Nearest x2 upsampling and a 3x3 conv are, at the low resolution, a 2x2 conv for each of four output phases. They all run
+as F(3x3, 2x2) on the same components of the input (``upsample_transforms``): 64 products for 36 outputs, where the
+convs need 144.
 """
 
 from __future__ import annotations
@@ -32,6 +36,14 @@ TILE_ROWS = 4
 
 POINTS = {4: (0.0, 0.65, -0.65, 1.55, -1.55), 3: (0.38, -0.38, 1.28, -1.28)}
 """Outputs m of a tile along an axis -> finite interpolation points of F(m, 3)."""
+
+UPSAMPLE_POINTS = (0.0, 1.0, -1.0)
+"""Finite interpolation points of F(3, 2)."""
+
+UPSAMPLE_TILE = 3
+"""Rows and columns of outputs of a tile of F(3x3, 2x2)."""
+
+UPSAMPLE_COMPONENTS = (UPSAMPLE_TILE + 1) ** 2
 
 CORRELATION = 0.5
 """Of neighbouring pixels, for which weights are rounded. Rounded for white inputs, they would be worse than
@@ -100,6 +112,30 @@ def columns(count: int) -> int:
 def tiles(rows: int, cols: int, columns: int) -> tuple[int, int]:
     """How many tiles of four rows and so many columns cover an image: down and across."""
     return -(-rows // TILE_ROWS), -(-cols // columns)
+
+
+def upsample_transforms() -> Transforms:
+    """F(3, 2), whose transforms of inputs and outputs are additions.
+
+    Rows of B^T have an absolute sum of one, so that no component exceeds its inputs: these are not normalised. G makes
+    up for it.
+    """
+    plain = transforms(UPSAMPLE_POINTS, taps=2, scaled=False)
+    return Transforms(plain.input / 2, plain.weight * 2, plain.output)
+
+
+def upsample_tiles(size: int, first: int = 0) -> range:
+    """The tiles along an axis that make the outputs of the source pixels ``first`` to ``first + size``.
+
+    Tile k reads the source pixels 3k - 1 to 3k + 2 and gives even outputs of the pixels 3k to 3k + 2 and odd outputs of
+    the pixels 3k - 1 to 3k + 1, that is the outputs 6k - 1 to 6k + 4 of the doubled axis.
+    """
+    return range(first // UPSAMPLE_TILE, (first + size) // UPSAMPLE_TILE + 1)
+
+
+def upsample_tile_rows(rows: int, band: bool) -> int:
+    """How many rows of tiles make the outputs of ``rows`` source rows: of an image, or at most of a band of one."""
+    return (rows + UPSAMPLE_TILE - 1 if band else rows) // UPSAMPLE_TILE + 1
 
 
 def transform_weight(weight: Tensor, columns: int) -> Tensor:

@@ -28,8 +28,9 @@ def test_how_it_works():
     assert f"{memory.DEFAULT_FRAMES} a GPU by default, at most {memory.MAX_FRAMES} together" in page
     assert memory.DEFAULT_SLAB == 2
     assert "in **slabs** of two latent frames a GPU" in page
-    # The nine-product form is not chosen at the decoder's widths.
-    assert heuristics.upsample_method(torch.float16, 1024) == "phases"
+    first, second = heuristics.UPSAMPLE_WINOGRAD_LEVELS
+    assert f"In float16, levels {first} and {second} (`heuristics.UPSAMPLE_WINOGRAD_LEVELS`)" in page
+    assert f"F({winograd.UPSAMPLE_TILE}x{winograd.UPSAMPLE_TILE}, 2x2)" in page
 
 
 def test_accuracy():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode_parallel.py"
@@ -137,16 +138,18 @@ def test_frames_are_held_to_their_type_s_tolerance(bench, two_ranks, dtype, chan
     assert not problems or problems[0].startswith(expected)
 
 
-def test_halo_bytes_of_the_released_decoder(bench):
-    # Two frames: 1, 2 and 4 more frames than the first at the three rates.
+@pytest.mark.parametrize("second_rows", [(), (1, 2)])
+def test_halo_bytes_of_the_released_decoder(bench, second_rows):
+    # Two frames: 1, 2 and 4 more frames than the first at the three rates; an upsampler in Winograd form has two rows.
     row = (
         (2 + 6) * 1024 * 2
         + 1024 * 3
-        + 2 * (6 * 1024 * 3 + 1024 * 5)
-        + 4 * (1024 + 6 * 512) * 5
+        + 2 * (6 * 1024 * 3 + 1024 * 5 * (2 if 1 in second_rows else 1))
+        + 4 * (1024 + 5 * 512 + 512 * (2 if 2 in second_rows else 1)) * 5
         + 8 * (512 + 6 * 256) * 5
     )
-    assert bench.halo_bytes(Architecture(), frames=2, cols=78, itemsize=2) == 2 * 78 * row
+    ops = TorchBackend(torch.device("cpu"), torch.float16, upsample_winograd=second_rows)
+    assert bench.halo_bytes(Architecture(), frames=2, cols=78, ops=ops) == 2 * 78 * row
 
 
 def test_wait_is_what_exceeds_the_quickest_rank(bench):

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wan22_vae_decode import layers, winograd
+from wan22_vae_decode import layers, weights, winograd
+from wan22_vae_decode.backends.base import Halo
 from wan22_vae_decode.backends.cuda import heuristics, library, selftest, winograd_matrices
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
@@ -147,42 +148,59 @@ class Emulator:
             whole = whole + at(residual, dtype, shape)[:, rows].float()
         out.copy_(whole)
 
-    def upsample_differences(self, p, x, above, below, d, dtype):
+    def upsample_input(self, p, x, above, below, v, dtype):
         dtype = ELEMENTS[dtype]
         shape = (p.frames, p.rows, p.columns, p.channels)
-        source = at(x, dtype, shape).float()
-        edge = (p.frames, 1, *shape[2:])
-        rims = [at(rim, dtype, edge).float() if p.halo else torch.zeros(edge) for rim in (above, below)]
-        source = F.pad(torch.cat([rims[0], source, rims[1]], 1), (0, 0, 1, 1))
-        out = at(d, dtype, (3, 3, p.frames, p.band_rows, p.columns, p.channels))
-        for i in range(3):
-            rows = source[:, i : i + p.rows] - (source[:, 1:-1] if i != 1 else 0)
-            for j in range(3):
-                both = rows[:, :, j : j + p.columns] - (rows[:, :, 1:-1] if j != 1 else 0)
-                out[i, j] = both[:, p.first_row : p.first_row + p.band_rows]
+        edge = (p.frames, 2, *shape[2:])
+        rims = [at(rim, dtype, edge) if p.halo else torch.zeros(edge, dtype=dtype) for rim in (above, below)]
+        source = torch.cat([rims[0], at(x, dtype, shape), rims[1]], 1).float()
+        tiles = winograd.upsample_tiles(p.rows, p.first_row)
+        assert tiles.start <= p.first_tile_row
+        assert p.first_tile_row + p.tile_rows <= tiles.stop
+        # Two rows and five more: as many as any tile reaches out of the band.
+        source = F.pad(source, (0, 0, 1, 5, 5, 5))[:, 7 + 3 * p.first_tile_row - 1 - p.first_row :]
+        windows = source.unfold(1, 4, 3)[:, : p.tile_rows].unfold(2, 4, 3)[:, :, : p.columns // 3 + 1]
+        b = winograd.upsample_transforms().input.float()
+        out = at(v, dtype, (4, 4, p.frames, p.tile_rows, p.columns // 3 + 1, p.channels))
+        out.copy_(torch.einsum("im,jn,tyxcmn->ijtyxc", b, b, windows))
+
+    def upsample_output(self, p, m, bias, shortcut, y, dtype):
+        dtype = ELEMENTS[dtype]
+        across = p.columns // 3 + 1
+        products = at(m, dtype, (4, 4, p.frames, p.tile_rows, across, 2, 2, p.channels)).float()
+        a = winograd.upsample_transforms().output.float()
+        values = torch.einsum("pi,qj,ijtyxrco->typxqrco", a, a, products).flatten(3, 4).flatten(1, 2)
+        enlarged = self.enlarged_shortcut(p, dtype, shortcut) + at(bias, torch.float32, (p.channels,))
+        out = at(y, dtype, (p.frames, 2 * p.rows, 2 * p.columns, p.channels))
+        for row in range(2):
+            first = 3 * p.first_tile_row - row - p.first_row
+            band = slice(max(0, first), max(0, min(p.rows, first + 3 * p.tile_rows)))
+            for col in range(2):
+                phase = values[:, band.start - first : band.stop - first, col : col + p.columns, row, col]
+                target = out[:, row::2, col::2][:, band]
+                target.copy_(phase + enlarged[:, row::2, col::2][:, band])
 
     def upsample_combine(self, p, phases, bias, shortcut, y, dtype):
         dtype = ELEMENTS[dtype]
-        count = 3 if p.products else 2
-        phases = at(phases, dtype, (count, count, p.frames, p.rows, p.columns, p.channels)).float()
-        if p.products:
-            phases = phases[:-1] + phases[1:]
-            phases = phases[:, :-1] + phases[:, 1:]
-        bias = at(bias, torch.float32, (p.channels,))
+        phases = at(phases, dtype, (2, 2, p.frames, p.rows, p.columns, p.channels)).float()
+        enlarged = self.enlarged_shortcut(p, dtype, shortcut) + at(bias, torch.float32, (p.channels,))
+        out = at(y, dtype, (p.frames, 2 * p.rows, 2 * p.columns, p.channels))
+        for row in range(2):
+            for col in range(2):
+                out[:, row::2, col::2] = phases[row, col] + enlarged[:, row::2, col::2]
+
+    def enlarged_shortcut(self, p, dtype, shortcut):
         last = (p.first_frame + p.frames - 1) // p.time_factor
-        band = slice(p.first_row, p.first_row + p.rows)
-        assert band.stop <= p.image_rows
-        shortcut = at(shortcut, dtype, (last + 1, p.image_rows, p.columns, p.shortcut_channels))[:, band].float()
-        out = at(y, dtype, (p.frames, 2 * p.image_rows, 2 * p.columns, p.channels))
-        out = out[:, 2 * band.start : 2 * band.stop]
+        shortcut = at(shortcut, dtype, (last + 1, p.rows, p.columns, p.shortcut_channels)).float()
+        out = torch.empty(p.frames, 2 * p.rows, 2 * p.columns, p.channels)
         repeats = p.channels * 4 * p.time_factor // p.shortcut_channels
         for frame in range(p.frames):
             source, phase = divmod(p.first_frame + frame, p.time_factor)
             for row in range(2):
                 for col in range(2):
                     position = torch.arange(p.channels) * 4 * p.time_factor + 4 * phase + 2 * row + col
-                    extra = shortcut[source, :, :, position // repeats]
-                    out[frame, row::2, col::2] = phases[row, col, frame] + bias + extra
+                    out[frame, row::2, col::2] = shortcut[source, :, :, position // repeats]
+        return out
 
     def output_head(self, p, part, bias, video, nonfinite, dtype, out_dtype):
         rows = p.rows + 2 * p.halo
@@ -225,8 +243,9 @@ ON_CPU = (
     "norm_silu_pad",
     "winograd_input",
     "winograd_output",
-    "upsample_differences",
     "upsample_combine",
+    "upsample_input",
+    "upsample_output",
     "strided_copy",
 )
 
@@ -329,10 +348,13 @@ CASES = [
     Case("upsample_conv2x", batch=2, frames=4, rows=3, cols=2, c_in=16, c_out=16, history=True, halo=True),
     Case("upsample_conv2x", batch=1, frames=2, rows=4, cols=3, c_in=32, c_out=16, history=True),
     Case("upsample_conv2x", batch=2, frames=1, rows=2, cols=5, c_in=64, c_out=16, history=True, halo=True),
-    Case("upsample_products", batch=2, frames=5, rows=1, cols=1, c_in=16, c_out=16),
-    Case("upsample_products", batch=2, frames=4, rows=3, cols=2, c_in=16, c_out=16, history=True, halo=True),
-    Case("upsample_products", batch=1, frames=2, rows=4, cols=3, c_in=32, c_out=16, history=True),
-    Case("upsample_products", batch=2, frames=1, rows=2, cols=5, c_in=64, c_out=16, history=True, halo=True),
+    Case("upsample_winograd", batch=2, frames=5, rows=1, cols=1, c_in=16, c_out=16),
+    Case("upsample_winograd", batch=2, frames=4, rows=3, cols=2, c_in=16, c_out=16, history=True, halo=True),
+    Case("upsample_winograd", batch=1, frames=2, rows=4, cols=3, c_in=32, c_out=16, history=True),
+    Case("upsample_winograd", batch=2, frames=1, rows=2, cols=5, c_in=64, c_out=16, history=True, halo=True),
+    Case("upsample_winograd", frames=1, rows=7, cols=26, c_in=24, c_out=24, halo=True),
+    Case("upsample_winograd", frames=1, rows=4, cols=6, c_in=272, c_out=136, history=True, halo=True),
+    Case("upsample_winograd", frames=2, rows=1, cols=4, c_in=8, c_out=8, history=True, halo=True),
     Case("output_head", batch=2, frames=3, rows=1, cols=1, c_in=16),
     Case("output_head", batch=2, frames=2, rows=3, cols=5, c_in=16, history=True, halo=True),
     Case("row_movement", batch=1, frames=2, rows=2, cols=3, c_in=8),
@@ -411,11 +433,7 @@ def test_history_carries_a_winograd_conv_across_passes(backend, split):
 
 
 @pytest.mark.parametrize(("frames", "rows", "cols", "batch"), [(1, 1, 1, 1), (4, 3, 2, 2)])
-def test_a_whole_decode_follows_the_reference(
-    backend, make_state_dict, latents, monkeypatch, frames, rows, cols, batch
-):
-    # The upsamplers of the two lower levels, as in the released decoder.
-    monkeypatch.setattr(heuristics, "UPSAMPLE_PRODUCTS_CHANNELS", 32)
+def test_a_whole_decode_follows_the_reference(backend, make_state_dict, latents, frames, rows, cols, batch):
     state_dict = make_state_dict(latent=8)
     inputs = latents(frames, rows, cols, batch, channels=8)
     exact = Decoder.from_state_dict(state_dict, device="cpu", dtype=torch.float64, backend="torch").decode(inputs)
@@ -432,7 +450,48 @@ def test_widths_that_the_kernels_cannot_take_are_refused(backend, make_state_dic
         Decoder.from_state_dict(make_state_dict(latent=4), device="cpu", dtype=backend.dtype, backend=backend)
 
 
-@pytest.mark.parametrize("op", ["upsample_conv2x", "upsample_products", "output_head"])
+def upsampling_layer(backend, channels, *shape):
+    """A layer of integer weights, and tensors for it in steps of 1 / 512: components and their products round, but
+    torch sums the products exactly, to the same bits in any order.
+    """
+    random = selftest._Random(torch.float32, 6)
+    weight = weights.upsample_components(random(channels, channels, 3, 3).round().double())
+    up = layers.UpsampleConv(None, weight.to(backend.dtype), random.fp32(channels))
+    return up, *((512 * random(*size, channels)).round().div(512).to(backend.dtype) for size in shape)
+
+
+@pytest.mark.parametrize("first_row", range(3))
+def test_bands_of_tiles_do_not_change_an_upsampling_conv(kernels_on_cpu, backend, monkeypatch, first_row):
+    """One row of tiles of one frame at a time, wherever the band of the image begins."""
+    launcher = KernelsOnCpu(kernels_on_cpu)
+    ours = EmulatedBackend(CPU, backend.dtype, Kernels(launcher, HOPPER, 132))
+    edge = (2, 4, 2, 5)
+    up, x, above, below, shortcut = upsampling_layer(backend, 16, (2, 4, 7, 5), edge, edge, (2, 2, 7, 5))
+    halo = Halo(above, below, first_row)
+    whole = ours.upsample_conv2x(x, up, shortcut, 0, halo)
+    assert len(launcher.launched) == 2 * 3
+    monkeypatch.setattr(heuristics, "SCRATCH_BYTES", 1)
+    launcher.launched.clear()
+    assert torch.equal(ours.upsample_conv2x(x, up, shortcut, 0, halo), whole)
+    assert len(launcher.launched) == 2 * 4 * 3 * len(winograd.upsample_tiles(7, first_row))
+
+
+@pytest.mark.parametrize("first", range(10))
+def test_a_band_gets_the_bits_of_the_whole_image(kernels_on_cpu, backend, first):
+    """From two rows of each neighbour, whatever lies behind them."""
+    ours = EmulatedBackend(CPU, backend.dtype, Kernels(KernelsOnCpu(kernels_on_cpu), HOPPER, 132))
+    up, image, shortcut = upsampling_layer(backend, 8, (1, 2, 11, 4), (1, 2, 11, 4))
+    whole = ours.upsample_conv2x(image, up, shortcut, 0, None)
+    padded = F.pad(image, (0, 0, 0, 0, 2, 2))
+    for last in range(first + 1, 12):
+        band = slice(first, last)
+        above, below = padded[:, :, first : first + 2], padded[:, :, last + 2 : last + 4]
+        halo = Halo(above.contiguous(), below.contiguous(), first)
+        part = ours.upsample_conv2x(image[:, :, band].contiguous(), up, shortcut[:, :, band].contiguous(), 0, halo)
+        assert torch.equal(part, whole[:, :, 2 * first : 2 * last])
+
+
+@pytest.mark.parametrize("op", ["upsample_conv2x", "upsample_winograd", "output_head"])
 def test_slabs_do_not_change_the_result(backend, emulator, monkeypatch, op):
     case = Case(op, batch=2, frames=5, rows=3, cols=4, c_in=16, c_out=16, history=True, halo=True)
     case = case if op == "output_head" else replace(case, frames=4)
@@ -466,10 +525,9 @@ def test_method_choice():
     for split_rows in (False, True):
         assert [heuristics.winograd_columns(level, 256, split_rows) for level in range(4)] == [0, 3, 4, 4]
     assert heuristics.winograd_columns(2, 1032, False) == 0
-    # More channels than the released decoder has.
-    assert heuristics.upsample_method(torch.float16, 2048) == "products"
-    assert heuristics.upsample_method(torch.float16, 1024) == "phases"
-    assert heuristics.upsample_method(torch.bfloat16, 2048) == "phases"
+    methods = {torch.float16: ["phases", "winograd", "winograd"], torch.bfloat16: ["phases"] * 3}
+    for dtype, expected in methods.items():
+        assert [heuristics.upsample_method(dtype, level) for level in range(3)] == expected
 
 
 def test_structures_match_the_sources():
@@ -482,8 +540,9 @@ def test_structures_match_the_sources():
         library.PadProblem,
         library.WinogradInputProblem,
         library.WinogradOutputProblem,
-        library.DifferencesProblem,
-        library.UpsampleProblem,
+        library.UpsampleCombineProblem,
+        library.UpsampleInputProblem,
+        library.UpsampleOutputProblem,
         library.HeadProblem,
     ):
         body = re.search(rf"struct {structure.__name__} {{(.*?)\n}};", texts, re.DOTALL)[1]

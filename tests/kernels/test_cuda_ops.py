@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from wan22_vae_decode import backends, layers, winograd
+from wan22_vae_decode import backends, layers, weights, winograd
 from wan22_vae_decode.backends.base import Halo
 from wan22_vae_decode.backends.cuda import heuristics, selftest
 from wan22_vae_decode.backends.cuda.selftest import Case
@@ -83,10 +83,12 @@ CASES = [
     Case("upsample_conv2x", batch=2, frames=4, rows=9, cols=11, c_in=256, c_out=256, history=True, halo=True),
     Case("upsample_conv2x", frames=2, rows=13, cols=7, c_in=272, c_out=136, history=True),
     Case("upsample_conv2x", frames=2, rows=5, cols=6, c_in=256, c_out=64, history=True),
-    Case("upsample_products", batch=2, frames=5, rows=1, cols=1, c_in=64, c_out=64),
-    Case("upsample_products", batch=2, frames=4, rows=9, cols=11, c_in=256, c_out=256, history=True, halo=True),
-    Case("upsample_products", frames=2, rows=13, cols=7, c_in=272, c_out=136, history=True),
-    Case("upsample_products", frames=2, rows=5, cols=6, c_in=256, c_out=64, history=True),
+    Case("upsample_winograd", batch=2, frames=5, rows=1, cols=1, c_in=64, c_out=64),
+    Case("upsample_winograd", batch=2, frames=4, rows=9, cols=11, c_in=256, c_out=256, history=True, halo=True),
+    Case("upsample_winograd", frames=2, rows=13, cols=7, c_in=272, c_out=136, history=True),
+    Case("upsample_winograd", frames=2, rows=5, cols=6, c_in=256, c_out=64, history=True, halo=True),
+    Case("upsample_winograd", frames=4, rows=7, cols=27, c_in=8, c_out=8, history=True, halo=True),
+    Case("upsample_winograd", frames=1, rows=2, cols=12, c_in=1024, c_out=512),
     Case("output_head", batch=2, frames=3, rows=1, cols=1, c_in=64),
     Case("output_head", batch=2, frames=2, rows=19, cols=67, c_in=256, history=True, halo=True),
     Case("row_movement", batch=2, frames=7, rows=12, cols=9, c_in=72),
@@ -117,6 +119,35 @@ def test_bands_do_not_change_a_winograd_conv(backend, monkeypatch):
     monkeypatch.setattr(heuristics, "WINOGRAD_BYTES", 1)
     for one, other in zip(run(backend, lambda tensor: tensor.to(backend.device, copy=True)), whole, strict=True):
         assert torch.equal(one, other)
+
+
+def upsampling_layer(backend, channels=128):
+    random = selftest._Random(backend.dtype, 4)
+    weight = weights.upsample_components(random.weight(channels, channels, 3, 3).double())
+    bias = random.fp32(channels).to(backend.device)
+    up = layers.UpsampleConv(None, weight.to(backend.device, backend.dtype), bias)
+    return up, random(1, 4, 26, 22, channels).to(backend.device), random(1, 2, 26, 22, channels).to(backend.device)
+
+
+def test_slabs_and_bands_do_not_change_an_upsampling_conv(backend, monkeypatch):
+    up, x, shortcut = upsampling_layer(backend)
+    whole = backend.upsample_conv2x(x, up, shortcut, 0, None)
+    # All rows of two frames, some rows of one, one row of tiles.
+    for scratch in (3 << 20, 1 << 20, 1):
+        monkeypatch.setattr(heuristics, "SCRATCH_BYTES", scratch)
+        assert torch.equal(backend.upsample_conv2x(x, up, shortcut, 0, None), whole)
+
+
+def test_a_row_band_of_an_upsampling_conv_has_the_bits_of_the_image(backend):
+    up, x, shortcut = upsampling_layer(backend)
+    whole = backend.upsample_conv2x(x, up, shortcut, 0, None)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 2, 2))
+    for first, last in ((0, 26), (0, 10), (10, 20), (20, 26), (3, 4), (7, 9), (5, 18)):
+        above, below = padded[:, :, first : first + 2], padded[:, :, last + 2 : last + 4]
+        halo = Halo(above.contiguous(), below.contiguous(), first)
+        source, skip = (tensor[:, :, first:last].contiguous() for tensor in (x, shortcut))
+        band = backend.upsample_conv2x(source, up, skip, 0, halo)
+        assert torch.equal(band, whole[:, :, 2 * first : 2 * last])
 
 
 def test_history_carries_a_winograd_conv_across_passes(backend):

@@ -128,6 +128,8 @@ FULL_SIZE = [
     Case("upsample_conv2x", frames=8, rows=44, cols=78, c_in=1024, c_out=1024),
     Case("upsample_conv2x", frames=16, rows=88, cols=156, c_in=1024, c_out=1024, history=True, halo=True),
     Case("upsample_conv2x", frames=16, rows=176, cols=312, c_in=1024, c_out=512, history=True),
+    Case("upsample_winograd", frames=16, rows=88, cols=156, c_in=1024, c_out=1024, history=True, halo=True),
+    Case("upsample_winograd", frames=16, rows=176, cols=312, c_in=1024, c_out=512, history=True),
     Case("output_head", frames=16, rows=352, cols=624, c_in=256, history=True, halo=True),
 ]
 

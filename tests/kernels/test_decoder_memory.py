@@ -17,7 +17,7 @@ from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.targets import HOPPER
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
-from wan22_vae_decode.layers import WinogradConv
+from wan22_vae_decode.layers import UpsampleConv, WinogradConv
 
 CPU = torch.device("cpu")
 
@@ -46,20 +46,21 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("frames_per_pass", "batch", "rows", "cols", "winograd_levels"),
+    ("frames_per_pass", "batch", "rows", "cols", "winograd_levels", "upsample_winograd"),
     [
-        (1, 1, 4, 6, {}),
-        (4, 1, 4, 6, {}),
-        (2, 2, 3, 5, {}),
-        (4, 1, 8, 12, {}),
-        (1, 1, 4, 6, {0: 4, 1: 4, 2: 3, 3: 3}),
-        (2, 2, 3, 5, {1: 3, 2: 4, 3: 4}),
+        (1, 1, 4, 6, {}, ()),
+        (4, 1, 4, 6, {}, ()),
+        (2, 2, 3, 5, {}, ()),
+        (4, 1, 8, 12, {}, ()),
+        (4, 1, 8, 12, {}, (0, 1, 2)),
+        (1, 1, 4, 6, {0: 4, 1: 4, 2: 3, 3: 3}, ()),
+        (2, 2, 3, 5, {1: 3, 2: 4, 3: 4}, (1, 2)),
     ],
 )
 def test_pass_holds_no_more_than_the_formula(
-    dtype, frames_per_pass, batch, rows, cols, winograd_levels, state_dict, latents
+    dtype, frames_per_pass, batch, rows, cols, winograd_levels, upsample_winograd, state_dict, latents
 ):
-    ops = TorchBackend(CPU, dtype, winograd_levels)
+    ops = TorchBackend(CPU, dtype, winograd_levels, upsample_winograd)
     decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype=dtype, frames_per_pass=frames_per_pass)
     frames = 2 * frames_per_pass + 1
     z = latents(frames, rows, cols, batch).float()
@@ -97,6 +98,31 @@ def test_winograd_conv_holds_no_more_than_the_formula(size, columns, dtype):
     assert 0.9 * predicted <= live.peak <= predicted
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "size",
+    [
+        OpShape(1, 4, 16, 24, 32, 32, row_halo=False),
+        OpShape(1, 4, 13, 22, 16, 64, row_halo=True),
+        OpShape(2, 1, 14, 23, 64, 8, row_halo=True),
+    ],
+    ids=["square", "halo", "narrowing"],
+)
+def test_upsampling_conv_holds_no_more_than_the_formula(size, dtype):
+    ops = TorchBackend(CPU, dtype)
+    x = torch.randn(size.batch, size.frames, size.rows, size.cols, size.c_in).to(dtype)
+    edge = x[:, :, :2].contiguous()
+    # Where a band of so many rows has the most rows of tiles.
+    halo = Halo(edge, edge, first_row=-size.rows % 3) if size.row_halo else None
+    components = torch.randn(winograd.UPSAMPLE_COMPONENTS, 2, 2, size.c_out, size.c_in).to(dtype)
+    up = UpsampleConv(None, components, torch.zeros(size.c_out))
+    shortcut = torch.zeros(*x.shape[:4], size.c_out, dtype=dtype)
+    predicted = ops.workspace_bytes("upsample_conv2x", replace(size, upsample_method="winograd"))
+    with LiveBytes() as live:
+        out = ops.upsample_conv2x(x, up, shortcut, 0, halo)
+    assert 0.9 * predicted <= live.peak - out.nbytes <= predicted
+
+
 class Allocating(CudaBackend):
     """The CUDA backend with launches that do nothing: what it allocates is all that is looked at."""
 
@@ -110,7 +136,7 @@ class Allocating(CudaBackend):
         pass
 
 
-@pytest.mark.parametrize(("scratch", "upsample"), [(None, "phases"), (None, "products"), (1, "products")])
+@pytest.mark.parametrize(("scratch", "upsample"), [(None, "phases"), (None, "winograd"), (1, "winograd")])
 @pytest.mark.parametrize(("frames_per_pass", "batch", "rows", "cols"), [(1, 1, 4, 6), (4, 1, 8, 12), (2, 2, 3, 5)])
 def test_cuda_pass_holds_no_more_than_the_formula(
     scratch, upsample, frames_per_pass, batch, rows, cols, make_state_dict, latents, monkeypatch
@@ -119,7 +145,7 @@ def test_cuda_pass_holds_no_more_than_the_formula(
     if scratch is not None:
         monkeypatch.setattr(heuristics, "WINOGRAD_BYTES", scratch)
         monkeypatch.setattr(heuristics, "SCRATCH_BYTES", scratch)
-    monkeypatch.setattr(heuristics, "upsample_method", lambda dtype, channels: upsample)
+    monkeypatch.setattr(heuristics, "upsample_method", lambda dtype, level: upsample)
     ops = Allocating(torch.bfloat16)
     decoder = Decoder.from_state_dict(
         make_state_dict(latent=8), device="cpu", backend=ops, dtype=torch.bfloat16, frames_per_pass=frames_per_pass
@@ -133,6 +159,24 @@ def test_cuda_pass_holds_no_more_than_the_formula(
     # Flags and indices, whatever the size of the video.
     assert held <= predicted + 4096
     assert held >= 0.75 * predicted, f"the formula ({predicted}) is far above what was held ({held})"
+
+
+@pytest.mark.parametrize("scratch", [1, 20000, None])
+@pytest.mark.parametrize("first_row", [None, 0, 1, 2])
+@pytest.mark.parametrize("rows", [3, 4, 5, 13])
+def test_cuda_upsampling_conv_holds_what_the_formula_says(rows, first_row, scratch, monkeypatch):
+    """Also of a band, wherever it begins, which the formula does not know."""
+    if scratch is not None:
+        monkeypatch.setattr(heuristics, "SCRATCH_BYTES", scratch)
+    ops = Allocating(torch.float16)
+    x, shortcut = torch.zeros(2, 4, rows, 5, 8).half(), torch.zeros(2, 4, rows, 5, 16).half()
+    edge = x[:, :, :2].contiguous()
+    halo = None if first_row is None else Halo(edge, edge, first_row)
+    up = UpsampleConv(None, torch.zeros(winograd.UPSAMPLE_COMPONENTS, 2, 2, 16, 8).half(), torch.zeros(16))
+    shape = OpShape(2, 4, rows, 5, 8, 16, row_halo=halo is not None, upsample_method="winograd")
+    with LiveBytes() as live:
+        out = ops.upsample_conv2x(x, up, shortcut, 0, halo)
+    assert live.peak - out.nbytes == ops.workspace_bytes("upsample_conv2x", shape)
 
 
 def test_documented_peak_at_704x1248():
@@ -152,6 +196,19 @@ def test_a_band_needs_less_than_the_whole(world):
     rows = -(-44 // world)
     band = memory.pass_bytes(ops, Architecture(), memory.Extent(1, rows, 44, 78, world), plan)
     assert whole / world < band < 1.1 * whole / world + 2**30
+
+
+def test_second_halo_rows_are_counted(monkeypatch):
+    """Sent and received on both sides of a band, for the upsampling convs in Winograd form."""
+    monkeypatch.setattr(TorchBackend, "workspace_bytes", lambda *arguments: 0)
+    plan, arch = memory.Plan(4, 4), Architecture(8, 4)
+    direct, tiled = (
+        dict(memory.steps(TorchBackend(CPU, torch.float16, {}, levels), arch, memory.Extent(1, 2, 4, 6, 2), plan))
+        for levels in ((), (1, 2))
+    )
+    more = {name: tiled[name] - nbytes for name, nbytes in direct.items() if tiled[name] != nbytes}
+    # 16 frames at both levels, of 12 columns and 32 channels, of 24 and 16.
+    assert more == {"up_blocks.1.upsample": 4 * 16 * 12 * 32 * 2, "up_blocks.2.upsample": 4 * 16 * 24 * 16 * 2}
 
 
 class Limited(TorchBackend):

@@ -187,30 +187,47 @@ def dup_up(x, c_out, factor, skip):
     return y
 
 
-@pytest.mark.parametrize("products", [False, True])
-@pytest.mark.parametrize("halo", [False, True])
+def enlarged_conv(x, weight, bias):
+    """Nearest x2, then the 3x3 conv with zero padding."""
+    enlarged = F.interpolate(x.flatten(0, 1).movedim(-1, 1), scale_factor=2)
+    return F.conv2d(enlarged, weight, bias, padding=1).movedim(1, -1).unflatten(0, x.shape[:2])
+
+
+def prepared(form, weight, bias):
+    if form == "winograd":
+        return layers.UpsampleConv(None, weights.upsample_components(weight), bias)
+    return layers.UpsampleConv(weights.upsample_phases(weight), None, bias)
+
+
+@pytest.mark.parametrize("form", ["phases", "winograd"])
 @pytest.mark.parametrize(("factor", "skip", "shortcut_channels"), [(2, 0, 4), (2, 1, 4), (1, 0, 8)])
-@pytest.mark.parametrize("size", SIZES)
-def test_upsample_conv2x(size, factor, skip, shortcut_channels, halo, products):
-    ops = TorchBackend(CPU, torch.float64, upsample_products=products)
+@pytest.mark.parametrize("size", [*SIZES, *((1, 1, rows, 8 - rows) for rows in range(1, 8))])
+def test_upsample_conv2x(size, factor, skip, shortcut_channels, form, ops):
     batch, frames, rows, cols = size
     c = 4
     shortcut = draw(*size, shortcut_channels)
     x = draw(batch, factor * frames - skip, rows, cols, c)
     weight, bias = draw(c, c, 3, 3), draw(c)
-    edge = (*x.shape[:2], 1, cols, c)
-    neighbours = Halo(draw(*edge), draw(*edge)) if halo else None
-    whole = x if neighbours is None else torch.cat([neighbours.above, x, neighbours.below], dim=2)
-    enlarged = F.interpolate(whole.flatten(0, 1).movedim(-1, 1), scale_factor=2)
-    y = F.conv2d(enlarged, weight, bias, padding=1).movedim(1, -1).unflatten(0, x.shape[:2])
-    y = y[:, :, 2:-2] if halo else y
-    up = (
-        layers.UpsampleConv(None, weights.upsample_products(weight), bias)
-        if products
-        else layers.UpsampleConv(weights.upsample_phases(weight), None, bias)
-    )
-    result = ops.upsample_conv2x(x, up, shortcut, skip, neighbours)
-    assert close(result, y + dup_up(shortcut, c, factor, skip))
+    result = ops.upsample_conv2x(x, prepared(form, weight, bias), shortcut, skip, None)
+    assert close(result, enlarged_conv(x, weight, bias) + dup_up(shortcut, c, factor, skip))
+
+
+@pytest.mark.parametrize("form", ["phases", "winograd"])
+@pytest.mark.parametrize("first", range(11))
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+def test_upsample_conv2x_on_a_band(rows, first, form, ops):
+    """Any rows of an image of 11, from them and the neighbours' alone."""
+    rows = min(rows, 11 - first)
+    image, shortcut, weight, bias = draw(2, 3, 11, 5, 4), draw(2, 3, 11, 5, 4), draw(6, 4, 3, 3), draw(6)
+    shortcut = shortcut.repeat_interleave(6, dim=-1)
+    up = prepared(form, weight, bias)
+    rim = up.halo_rows
+    padded, band = F.pad(image, (0, 0, 0, 0, rim, rim)), slice(first, first + rows)
+    around = padded[:, :, first : first + rows + 2 * rim]
+    halo = Halo(around[:, :, :rim].contiguous(), around[:, :, -rim:].contiguous(), first)
+    result = ops.upsample_conv2x(image[:, :, band].contiguous(), up, shortcut[:, :, band].contiguous(), 0, halo)
+    expected = enlarged_conv(image, weight, bias) + dup_up(shortcut, 6, 1, 0)
+    assert close(result, expected[:, :, 2 * first : 2 * (first + rows)])
 
 
 @pytest.mark.parametrize("halo", [False, True])
@@ -262,10 +279,11 @@ def test_rows_and_frames_change_places(ops):
         assert torch.equal(ops.join_frames(received, [2, 3], 2, bottom - top, 3, 4), x[:, :, top:bottom])
 
 
-def test_edge_rows(ops):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_edge_rows(ops, rows):
     x = draw(2, 3, 4, 5, 6)
-    above, below = ops.edge_rows(x)
-    assert torch.equal(above, x[:, :, :1])
-    assert torch.equal(below, x[:, :, 3:])
+    above, below = ops.edge_rows(x, rows)
+    assert torch.equal(above, x[:, :, :rows])
+    assert torch.equal(below, x[:, :, 4 - rows :])
     assert above.is_contiguous()
     assert below.is_contiguous()

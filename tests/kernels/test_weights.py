@@ -152,12 +152,30 @@ def test_phase_sums_are_the_enlarged_convolution():
             assert (y - expected[:, :, row::2, col::2]).abs().max() < 1e-13
 
 
-def test_products_recover_the_taps():
-    """(a, a + b + c, c) along both axes is invertible: the original nine taps come back."""
+def test_upsampling_components_are_the_phases_transformed():
+    """Each component is a phase's taps as a polynomial in two variables, at a pair of the points."""
     weight = torch.randn(3, 5, 3, 3, dtype=torch.float64)
-    products = weights.upsample_products(weight)
-    inverse = torch.tensor([[1.0, 0, 0], [-1, 1, -1], [0, 0, 1]], dtype=torch.float64)
-    assert (torch.einsum("yp,xq,pqoi->oiyx", inverse, inverse, products) - weight).abs().max() < 1e-14
+    components, phases = weights.upsample_components(weight), weights.upsample_phases(weight)
+    assert components.shape == (16, 2, 2, 3, 5)
+    taps = phases.permute(0, 1, 2, 5, 3, 4)
+    # At 0 and infinity twice the first and the last tap (at 0 negated), at 1 and -1 their sum and difference.
+    rows = [-2 * taps[..., 0, :], taps.sum(-2), taps[..., 0, :] - taps[..., 1, :], 2 * taps[..., 1, :]]
+    for i, line in enumerate(rows):
+        for j, value in enumerate([-2 * line[..., 0], line.sum(-1), line[..., 0] - line[..., 1], 2 * line[..., 1]]):
+            assert (components[4 * i + j] - value).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_upsampling_components_are_rounded_once(dtype, state_dict, monkeypatch):
+    # As many parts as output channels.
+    monkeypatch.setattr(weights, "_PART_CHANNELS", 1)
+    ops = TorchBackend(CPU, dtype, upsample_winograd={1})
+    prepared = weights.prepare(state_dict, Architecture(8, 4), ops)
+    exact = weights.upsample_components(state_dict["decoder.up_blocks.1.upsampler.resample.1.weight"])
+    upsamplers = [block.upsampler.spatial for block in prepared.up_blocks[:3]]
+    assert [upsampler.phases is None for upsampler in upsamplers] == [False, True, False]
+    assert upsamplers[1].components.is_contiguous()
+    assert torch.equal(upsamplers[1].components, exact.to(dtype))
 
 
 def test_head_rearrangement_keeps_every_tap():

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan22_vae_decode import winograd
+from wan22_vae_decode import weights, winograd
+from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import UpsampleConv
 
 USUAL = (0.0, 1.0, -1.0, 2.0, -2.0)
 
@@ -246,3 +248,43 @@ def test_three_columns_halve_the_error_power():
 def test_joint_rounding_lowers_the_error_power_of_a_whole_conv(columns, dtype, most):
     points = winograd.POINTS[4], winograd.POINTS[columns]
     assert conv_error(dtype, *points, joint=True) ** 2 < most * conv_error(dtype, *points) ** 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "phases", "tiles"), [(torch.float16, 2.9e-4, 6.3e-4), (torch.bfloat16, 2.4e-3, 5.1e-3)], ids=str
+)
+def test_errors_of_an_upsampling_conv(dtype, phases, tiles):
+    generator = torch.Generator().manual_seed(0)
+    channels = 128
+    x = torch.randn(1, 1, 24, 24, channels, generator=generator).to(dtype)
+    weight = torch.randn(channels, channels, 3, 3, generator=generator, dtype=torch.float64) / (9 * channels) ** 0.5
+    direct, tiled = weights.upsample_phases(weight), weights.upsample_components(weight)
+
+    def convolved(dtype, up):
+        nothing = torch.zeros(1, 1, 24, 24, channels, dtype=dtype)
+        return TorchBackend(torch.device("cpu"), dtype).upsample_conv2x(x.to(dtype), up, nothing, 0, None).double()
+
+    bias = torch.zeros(channels)
+    exact = convolved(torch.float64, UpsampleConv(direct, None, bias.double()))
+    for up, error in (
+        (UpsampleConv(direct.to(dtype), None, bias), phases),
+        (UpsampleConv(None, tiled.to(dtype).contiguous(), bias), tiles),
+    ):
+        assert (convolved(dtype, up) - exact).norm() / exact.norm() == pytest.approx(error, rel=0.1)
+
+
+def test_upsampling_components_do_not_exceed_their_inputs():
+    assert (winograd.upsample_transforms().input.abs().sum(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("first", range(7))
+@pytest.mark.parametrize("size", range(1, 8))
+def test_upsampling_tiles_make_every_output(first, size):
+    """And none of them is idle; a band has at most as many as the memory formula counts."""
+    tiles = winograd.upsample_tiles(size, first)
+    made = [{output for output in range(6 * k - 1, 6 * k + 5) if 0 <= output - 2 * first < 2 * size} for k in tiles]
+    assert all(made)
+    assert sum(map(len, made)) == len(set().union(*made)) == 2 * size
+    assert len(tiles) <= winograd.upsample_tile_rows(size, band=True)
+    assert max(len(winograd.upsample_tiles(size, row)) for row in range(3)) == winograd.upsample_tile_rows(size, True)
+    assert len(winograd.upsample_tiles(size)) == winograd.upsample_tile_rows(size, band=False)

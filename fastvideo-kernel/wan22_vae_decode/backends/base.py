@@ -11,8 +11,9 @@ history is the backend's own object: the graph keeps it under the layer's name a
 share memory with the conv input, whose memory it would keep alive.
 
 Row halos. With several ranks each holds a band of rows. ``halo`` then carries one raw (not normalised) row of each
-neighbour, zeros at the edges of the image; None means that the band is the whole image and the conv pads with zeros
-itself. A zero vector stays zero through norm and SiLU, so edges need no further care.
+neighbour (``UpsampleConv.halo_rows`` for an upsampling conv), zeros at the edges of the image; None means that the band
+is the whole image and the conv pads with zeros itself. A zero vector stays zero through norm and SiLU, so edges need no
+further care.
 
 Conv inputs. ``norm_silu_pad`` and ``causal_pad`` return an opaque conv input that only the conv of the same backend
 reads, immediately afterwards. The reference form is a tensor ``[B, 2 + T, H + 2, W, C]`` (``H`` rows without a
@@ -52,16 +53,19 @@ History = Any
 
 
 class Halo(NamedTuple):
-    """The rows next to a band: ``above`` and ``below``, each [B, T, 1, W, C] contiguous, zeros at the image's edge."""
+    """The rows next to a band: ``above`` and ``below``, each [B, T, rows, W, C] contiguous, in the image's order, zeros
+    at its edge. ``first_row`` is the band's first row in the image, where an op depends on it.
+    """
 
     above: Tensor
     below: Tensor
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
 class OpShape:
     """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo, ``tile_columns``
-    of a Winograd conv.
+    of a Winograd conv, ``upsample_method`` of an upsampling conv.
     """
 
     batch: int
@@ -72,6 +76,7 @@ class OpShape:
     c_out: int
     row_halo: bool
     tile_columns: int = 0
+    upsample_method: str = "phases"
 
 
 class Backend(ABC):
@@ -103,7 +108,11 @@ class Backend(ABC):
         return 0
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
-        """``"phases"`` or ``"products"`` (see ``UpsampleConv``) for the upsampler that leaves ``level``."""
+        """``"phases"`` or ``"winograd"`` (see ``UpsampleConv``) for the upsampler that leaves ``level``.
+
+        Not ``"winograd"`` at level 0 of a decoder on row bands: a band may have one row there, and its neighbours need
+        two.
+        """
         return "phases"
 
     def adopt(self, weights: DecoderWeights) -> DecoderWeights:
@@ -227,7 +236,8 @@ class Backend(ABC):
             shortcut: [B, T, H, W, C_s], the up block's input; F = f * T - skip_frames with f = 1 or 2.
             skip_frames: leading frames that the shortcut's enlargement drops (f - 1 in the pass with the video's
                 first frame).
-            halo: the neighbours' rows of ``x``, or None.
+            halo: the neighbours' rows of ``x``, ``up.halo_rows`` each, and the band's first row; or None. Tiles lie as
+                on the whole image, so that the result does not depend on the bands.
 
         Returns:
             [B, F, 2H, 2W, C_out], whose pixel (frame j, row 2y + r, column 2x + c, channel o) adds shortcut channel
@@ -250,9 +260,11 @@ class Backend(ABC):
 
     # Data movement between ranks
 
-    def edge_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last row of [B, T, H, W, C], each packed as [B, T, 1, W, C]: the neighbours' halos."""
-        return x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()
+    def edge_rows(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """The first and the last ``rows`` rows of [B, T, H, W, C], each packed as [B, T, rows, W, C]: the neighbours'
+        halos.
+        """
+        return x[:, :, :rows].contiguous(), x[:, :, -rows:].contiguous()
 
     def split_rows(self, x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
         """[B, T, H, W, C] as one flat tensor of consecutive row bands, the send buffer of the prefix transpose."""

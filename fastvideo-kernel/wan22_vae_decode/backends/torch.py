@@ -6,7 +6,7 @@ Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class TorchBackend(Backend):
         dtype: float64, float32, bfloat16 or float16.
         winograd_levels: levels whose 3x3x3 convs run as F(4 x columns, 3x3) -> columns, to check that form in a whole
             decode.
-        upsample_products: use the nine-product upsample form everywhere.
+        upsample_winograd: levels whose upsampling convs run as F(3x3, 2x2), likewise.
     """
 
     name = "torch"
@@ -53,11 +53,11 @@ class TorchBackend(Backend):
         device: torch.device,
         dtype: torch.dtype,
         winograd_levels: Mapping[int, int] | None = None,
-        upsample_products: bool = False,
+        upsample_winograd: Collection[int] = (),
     ) -> None:
         super().__init__(device, dtype)
         self._winograd_levels = dict(winograd_levels or {})
-        self._upsample_products = upsample_products
+        self._upsample_winograd = frozenset(upsample_winograd)
 
     @property
     def _accumulator(self) -> torch.dtype:
@@ -69,7 +69,7 @@ class TorchBackend(Backend):
         return 0 if level == 0 and split_rows else self._winograd_levels.get(level, 0)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
-        return "products" if self._upsample_products else "phases"
+        return "winograd" if level in self._upsample_winograd else "phases"
 
     def workspace_bytes(self, op: str, shape: OpShape) -> int:
         batch, rows, cols, item = shape.batch, shape.rows + 2 * shape.row_halo, shape.cols, self.dtype.itemsize
@@ -82,9 +82,10 @@ class TorchBackend(Backend):
             scores = batch * (rows * cols) ** 2
             return frame * shape.c_in * (3 * item + 3 * max(item, wide)) + 3 * scores * wide
         if op == "upsample_conv2x":
+            if shape.upsample_method == "winograd":
+                return self._upsample_winograd_bytes(shape)
             padded = batch * shape.frames * (rows + 2) * (cols + 2) * shape.c_in * item
-            products = 9 * frame * shape.frames * shape.c_out * wide + padded if self._upsample_products else 0
-            return padded + result + frame * shape.c_out * item + products
+            return padded + result + frame * shape.c_out * item
         if op == "output_head":
             taps = batch * shape.frames * (rows + 2) * (cols + 2) * HEAD_CHANNELS * item
             return 2 * taps + 5 * frame * OUT_CHANNELS * wide
@@ -111,6 +112,25 @@ class TorchBackend(Backend):
         # The matrices of both axes, and their product.
         return padded * item + widened + max(transformed, multiplied) + 2 * count**2 * wide
 
+    def _upsample_winograd_bytes(self, shape: OpShape) -> int:
+        item, wide = self.dtype.itemsize, self._accumulator.itemsize
+        size, count = winograd.UPSAMPLE_TILE, winograd.UPSAMPLE_COMPONENTS
+        images = shape.batch * shape.frames
+        down = winograd.upsample_tile_rows(shape.rows, shape.row_halo)
+        across = len(winograd.upsample_tiles(shape.cols))
+        tiles = images * down * across
+        haloed = images * (shape.rows + 4) * shape.cols * shape.c_in * item if shape.row_halo else 0
+        padded = images * (size * down + 1) * (size * across + 1) * shape.c_in * item
+        components, products = tiles * count * shape.c_in, 4 * tiles * count * shape.c_out
+        # Tiles that are not in the accumulator's type are converted, and so are products.
+        widened = components * wide if item < wide else 0
+        transformed = padded + widened + 2 * components * wide
+        multiplied = 2 * components * item + products * (item + (wide if item < wide else 0))
+        image = tiles * size**2 * shape.c_out
+        summed = products * wide + (products // 4 + 2 * image) * wide
+        # The matrices of both axes, and their product.
+        return max(haloed + padded, transformed, multiplied, summed) + 2 * count**2 * wide
+
     def free_bytes(self) -> int | None:
         if self.device.type != "cuda":
             return None
@@ -126,7 +146,7 @@ class TorchBackend(Backend):
             )
 
     def with_dtype(self, dtype: torch.dtype) -> TorchBackend:
-        return TorchBackend(self.device, dtype, self._winograd_levels, self._upsample_products)
+        return TorchBackend(self.device, dtype, self._winograd_levels, self._upsample_winograd)
 
     # Inputs of causal convs
 
@@ -211,9 +231,8 @@ class TorchBackend(Backend):
         self, x: Tensor, up: UpsampleConv, shortcut: Tensor, skip_frames: int, halo: Halo | None
     ) -> Tensor:
         batch, frames, rows, cols, _ = x.shape
-        padded = F.pad(_with_halo(x, halo), (0, 0, 1, 1, 0, 0) if halo else (0, 0, 1, 1, 1, 1)).flatten(0, 1)
         out = x.new_empty(batch, frames, 2 * rows, 2 * cols, up.bias.shape[0])
-        phases = self._upsample_products_form(padded, up) if up.phases is None else self._upsample_phases(padded, up)
+        phases = self._winograd_phases(x, up, halo) if up.phases is None else self._direct_phases(x, up, halo)
         channel = _shortcut_channels(
             shortcut.shape[-1], out.shape[-1], skip_frames + frames, shortcut.shape[1], out.device
         )
@@ -226,10 +245,11 @@ class TorchBackend(Backend):
                 target[:, frame] += shortcut[:, source].index_select(-1, channel[phase, row, col])
         return out
 
-    def _upsample_phases(self, padded: Tensor, up: UpsampleConv) -> Iterator[tuple[int, int, Tensor]]:
+    def _direct_phases(self, x: Tensor, up: UpsampleConv, halo: Halo | None) -> Iterator[tuple[int, int, Tensor]]:
         """Four 2x2 convs at the low resolution, one per output phase."""
         assert up.phases is not None
-        rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
+        rows, cols = x.shape[2:4]
+        padded = F.pad(_with_halo(x, halo), (0, 0, 1, 1, 0, 0) if halo else (0, 0, 1, 1, 1, 1)).flatten(0, 1)
         for row in range(2):
             for col in range(2):
                 window = padded[:, row : row + rows + 1, col : col + cols + 1]
@@ -237,26 +257,31 @@ class TorchBackend(Backend):
                 y = F.conv2d(window.permute(0, 3, 1, 2), weight, up.bias.to(padded.dtype))
                 yield row, col, y.permute(0, 2, 3, 1)
 
-    def _upsample_products_form(self, padded: Tensor, up: UpsampleConv) -> Iterator[tuple[int, int, Tensor]]:
-        """Nine 1x1 products of differences; each output phase is the sum of four of them."""
-        assert up.products is not None
-        rows, cols = padded.shape[1] - 2, padded.shape[2] - 2
-
-        def differences(x: Tensor, axis: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-            before, here, after = (x.narrow(axis, start, size) for start in range(3))
-            return before - here, here, after - here
-
-        products = [
-            [
-                F.linear(part, up.products[i, j]).to(self._accumulator)
-                for j, part in enumerate(differences(line, 2, cols))
-            ]
-            for i, line in enumerate(differences(padded, 1, rows))
-        ]
+    def _winograd_phases(self, x: Tensor, up: UpsampleConv, halo: Halo | None) -> Iterator[tuple[int, int, Tensor]]:
+        """F(3x3, 2x2) with one transform of the input for all phases, on the tiles of the whole image."""
+        assert up.components is not None
+        size = winograd.UPSAMPLE_TILE
+        matrices = winograd.upsample_transforms()
+        b, a = (matrix.to(self.device, self._accumulator) for matrix in (matrices.input, matrices.output))
+        (rows, cols), edge = x.shape[2:4], 2 if halo else 0
+        first_row = halo.first_row if halo else 0
+        down, across = winograd.upsample_tiles(rows, first_row), winograd.upsample_tiles(cols)
+        # From the pixel before the first tile to the one behind the last; a rim that no tile reads is cut off.
+        above, below = first_row - size * down.start + 1 - edge, size * down.stop - first_row - rows - edge
+        padded = F.pad(_with_halo(x, halo), (0, 0, 1, size * len(across) - cols, above, below)).flatten(0, 1)
+        tiles = padded.unfold(1, size + 1, size).unfold(2, size + 1, size).to(self._accumulator)
+        components = torch.einsum("im,jn,tyxcmn->ijtyxc", b, b, tiles).to(self.dtype)
+        del padded, tiles
+        products = components.flatten(2, 4).flatten(0, 1) @ up.components.flatten(1, 3).transpose(1, 2)
+        products = products.view(*components.shape[:-1], 2, 2, -1).to(self._accumulator)
+        del components
         for row in range(2):
             for col in range(2):
-                y = sum(products[i][j] for i in (row, row + 1) for j in (col, col + 1)) + up.bias
-                yield row, col, y.to(padded.dtype)
+                y = torch.einsum("pi,qj,ijtyxo->typxqo", a, a, products[..., row, col, :])
+                # A tile's odd outputs belong to pixels one before those of its even ones.
+                top = first_row - size * down.start + row
+                y = y.flatten(3, 4).flatten(1, 2)[:, top : top + rows, col : col + cols] + up.bias
+                yield row, col, y.to(self.dtype)
 
     def output_head(self, x: Padded, head: Head, out: Tensor, nonfinite: Tensor) -> None:
         taps = self._conv3d(x.tensor, head.weight, None, padding=(0, 0, 0))

@@ -12,8 +12,10 @@ What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16;
       output transform  -              1.0 GB         3.8 GB          7.7 GB          (with residual)
     time conv           0.17 TFLOP     1.4 TFLOP      -               -               tensor cores
     upsample, phases    0.9 TFLOP      7.4 TFLOP      7.4 TFLOP       -               tensor cores
-    upsample, products  0.5 TFLOP      4.1 TFLOP      4.1 TFLOP       -               the same, and 2 x 9 activations
-    upsample combine    0.5 GB         3.8 GB         9.0 GB          -               memory, 4.2 TB/s
+      combine           0.5 GB         3.8 GB         9.0 GB          -               memory, 4.2 TB/s
+    upsample, Winograd  -              3.4 TFLOP      3.3 TFLOP       -               tensor cores, and memory:
+      input transform   -              1.3 GB         2.5 GB          -
+      output transform  -              5.4 GB         11.9 GB         -               (with shortcut)
     head GEMM, stencil  -              -              -               2.6, 1.0 GB     memory
 
 121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. Winograd, F(4x4,3x3) or at level 1 F(4x3,3x3),

@@ -78,7 +78,7 @@ class CudaBackend(Backend):
         return heuristics.winograd_columns(level, c_in, split_rows)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
-        return heuristics.upsample_method(self.dtype, c_in)
+        return heuristics.upsample_method(self.dtype, level)
 
     def input_bytes(self, shape: OpShape) -> int:
         return 0 if shape.tile_columns else super().input_bytes(shape)
@@ -96,10 +96,11 @@ class CudaBackend(Backend):
         pixels = shape.rows * shape.cols
         size = self.dtype.itemsize
         halo_pixels = (shape.rows + 2 * shape.row_halo) * shape.cols
-        if op == "upsample_conv2x" and heuristics.upsample_method(self.dtype, shape.c_in) == "products":
-            row = 9 * shape.cols * (shape.c_in + shape.c_out) * size
-            frames = heuristics.frames_per_slab(shape.frames, shape.rows * row)
-            return frames * heuristics.rows_per_band(shape.rows, row) * row
+        if op == "upsample_conv2x" and shape.upsample_method == "winograd":
+            *_, nbytes = heuristics.upsample_slab(
+                shape.frames, shape.rows, shape.cols, shape.row_halo, shape.c_in, shape.c_out, size
+            )
+            return nbytes
         if op == "upsample_conv2x":
             padded = shape.batch * shape.frames * halo_pixels * shape.c_in * size if shape.row_halo else 0
             frame = 4 * pixels * shape.c_out * size
@@ -283,7 +284,7 @@ class CudaBackend(Backend):
         batch, frames, rows, cols, _ = x.shape
         out = x.new_empty(batch, frames, 2 * rows, 2 * cols, up.bias.shape[0])
         if up.phases is None:
-            self._upsample_products(x, up, shortcut, skip_frames, halo, out)
+            self._upsample_winograd(x, up, shortcut, skip_frames, halo, out)
         else:
             self._upsample_phases(x, up, up.phases, shortcut, skip_frames, halo, out)
         return out
@@ -332,36 +333,36 @@ class CudaBackend(Backend):
                     phases, up.bias, shortcut[item], skip_frames + start, factor, out[item, start : start + count]
                 )
 
-    def _upsample_products(
+    def _upsample_winograd(
         self, x: Tensor, up: UpsampleConv, shortcut: Tensor, skip_frames: int, halo: Halo | None, out: Tensor
     ) -> None:
-        """Nine 1x1 products of differences, then the sums of four that make each phase, band by band."""
-        assert up.products is not None
+        """F(3x3, 2x2) of all phases at once, in slabs of frames and bands of tile rows."""
+        assert up.components is not None
         batch, frames, rows, cols, c_in = x.shape
-        c_out = out.shape[-1]
+        c_out, count = out.shape[-1], winograd.UPSAMPLE_COMPONENTS
         factor = (frames + skip_frames) // shortcut.shape[1]
-        row_bytes = 9 * cols * (c_in + c_out) * x.element_size()
-        slab = heuristics.frames_per_slab(frames, rows * row_bytes)
-        band = heuristics.rows_per_band(rows, row_bytes)
-        weights = up.products.view(9, c_out, 1, c_in)
-        difference_scratch = x.new_empty(9 * slab * band * cols * c_in)
-        product_scratch = x.new_empty(9 * slab * band * cols * c_out)
+        first_row = 0 if halo is None else halo.first_row
+        down, across = winograd.upsample_tiles(rows, first_row), len(winograd.upsample_tiles(cols))
+        slab, band, _ = heuristics.upsample_slab(frames, rows, cols, halo is not None, c_in, c_out, x.element_size())
+        weights = up.components.view(count, 4 * c_out, 1, c_in)
+        component_scratch = x.new_empty(count * slab * band * across * c_in)
+        product_scratch = x.new_empty(count * slab * band * across * 4 * c_out)
         for item in range(batch):
             for start in range(0, frames, slab):
                 interval = slice(start, min(start + slab, frames))
                 source, target = x[item, interval], out[item, interval]
-                rim = None if halo is None else Halo(*(line[item, interval] for line in halo))
-                for first in range(0, rows, band):
-                    extent = (source.shape[0], min(band, rows - first), cols)
-                    differences = _leading(difference_scratch, 3, 3, *extent, c_in)
-                    products = _leading(product_scratch, 3, 3, *extent, c_out)
-                    self.kernels.upsample_differences(source, rim, first, differences)
-                    pixels = math.prod(extent)
+                rim = None if halo is None else Halo(halo.above[item, interval], halo.below[item, interval], first_row)
+                for first in down[::band]:
+                    extent = (source.shape[0], min(band, down.stop - first), across)
+                    tiles = math.prod(extent)
+                    components = _leading(component_scratch, count, *extent, c_in)
+                    products = _leading(product_scratch, count, *extent, 2, 2, c_out)
+                    self.kernels.upsample_input(source, rim, first, components)
                     self.kernels.tap_gemm(
-                        differences.view(9, pixels, 1, c_in), weights, None, None, products.view(9, pixels, c_out)
+                        components.view(count, tiles, 1, c_in), weights, None, None, products.view(count, tiles, -1)
                     )
-                    self.kernels.upsample_combine(
-                        products, up.bias, shortcut[item], skip_frames + start, factor, target, first
+                    self.kernels.upsample_output(
+                        products, up.bias, shortcut[item], skip_frames + start, factor, first_row, first, target
                     )
 
     def output_head(self, x: Padded, head: Head, out: Tensor, nonfinite: Tensor) -> None:
@@ -393,12 +394,13 @@ class CudaBackend(Backend):
 
     # Data movement between ranks
 
-    def edge_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        batch, frames, rows, cols, channels = x.shape
-        above, below = (x.new_empty(batch, frames, 1, cols, channels) for _ in range(2))
-        for row, target in ((0, above), (rows - 1, below)):
-            self.kernels.copy_rows(x.flatten(0, 1)[:, row : row + 1], target.flatten(0, 1))
-        return above, below
+    def edge_rows(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        batch, frames, _, cols, channels = x.shape
+        images = x.flatten(0, 1)
+        first, last = (x.new_empty(batch, frames, rows, cols, channels) for _ in range(2))
+        for source, target in ((images[:, :rows], first), (images[:, -rows:], last)):
+            self.kernels.copy_rows(source, target.flatten(0, 1))
+        return first, last
 
     def split_rows(self, x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
         batch, frames, _, cols, channels = x.shape
@@ -426,7 +428,7 @@ class CudaBackend(Backend):
 
 
 def _halo_of(halo: Halo | None, item: int) -> Halo | None:
-    return None if halo is None else Halo(halo.above[item], halo.below[item])
+    return None if halo is None else Halo(halo.above[item], halo.below[item], halo.first_row)
 
 
 def _leading(scratch: Tensor, *shape: int) -> Tensor:

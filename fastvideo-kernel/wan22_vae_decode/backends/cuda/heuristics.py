@@ -18,10 +18,9 @@ WINOGRAD_CHANNELS = 1024
 WINOGRAD_BYTES = 640 << 20
 """Most bytes of components and their products at a time: enough that a band's GEMM takes twenty waves or more."""
 
-UPSAMPLE_PRODUCTS_CHANNELS = 2048
-"""From how many channels the nine-product upsample form pays: what it saves in arithmetic grows with their square, its
-additional differences and products in memory only with their number. At the decoder's 1024 it would save 20 ms of 121
-frames and cost 0.2 dB, per millisecond more than Winograd at level 1 does."""
+UPSAMPLE_WINOGRAD_LEVELS = (1, 2)
+"""Levels whose upsampling convs run in Winograd form in float16: on an H200 it saves some 40 ms of 121 frames at each,
+and costs 0.25 dB. At level 0 there is little to save, and a row band may have fewer rows than its neighbours need."""
 
 SCRATCH_BYTES = 512 << 20
 """Most bytes that an op's temporaries between two kernels take, where an op can work through frames."""
@@ -47,9 +46,9 @@ def winograd_columns(level: int, c_in: int, split_rows: bool) -> int:
     return WINOGRAD_COLUMNS.get(level, 0) if aligned and c_in <= WINOGRAD_CHANNELS else 0
 
 
-def upsample_method(dtype: torch.dtype, channels: int) -> str:
-    """ "products" where they pay; bfloat16 would lose accuracy in the differences."""
-    return "products" if dtype == torch.float16 and channels >= UPSAMPLE_PRODUCTS_CHANNELS else "phases"
+def upsample_method(dtype: torch.dtype, level: int) -> str:
+    """ "winograd" where it pays; in bfloat16 its rounding would cost more than it saves."""
+    return "winograd" if dtype == torch.float16 and level in UPSAMPLE_WINOGRAD_LEVELS else "phases"
 
 
 def tile_row_bytes(columns: int, cols: int, frames: int, c_in: int, c_out: int, size: int) -> int:
@@ -74,9 +73,22 @@ def frames_per_slab(frames: int, bytes_per_frame: int) -> int:
     return _even(frames, SCRATCH_BYTES // max(1, bytes_per_frame))
 
 
-def rows_per_band(rows: int, bytes_per_row: int) -> int:
-    """Rows of one frame to work on at a time, likewise: all of them if they fit."""
-    return _even(rows, SCRATCH_BYTES // max(1, bytes_per_row))
+def upsample_slab(
+    frames: int, rows: int, cols: int, band: bool, c_in: int, c_out: int, size: int
+) -> tuple[int, int, int]:
+    """Frames and rows of tiles of an upsampling conv in Winograd form to work on at a time, and the bytes of their
+    components and products: all rows of some frames, or some rows of one.
+
+    Args:
+        rows, cols: of the image, or of a band of it.
+        band: it is one; for how many rows of tiles it has depends on where it begins.
+        size: bytes of an element.
+    """
+    down = winograd.upsample_tile_rows(rows, band)
+    tile_row = len(winograd.upsample_tiles(cols)) * winograd.UPSAMPLE_COMPONENTS * (c_in + 4 * c_out) * size
+    slab = frames_per_slab(frames, down * tile_row)
+    tile_rows = _even(down, SCRATCH_BYTES // max(1, tile_row))
+    return slab, tile_rows, slab * tile_rows * tile_row
 
 
 def _even(count: int, most: int) -> int:

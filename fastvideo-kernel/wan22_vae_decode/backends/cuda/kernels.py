@@ -16,11 +16,12 @@ from wan22_vae_decode.backends.cuda.library import (
     DTYPES,
     ELEMENTS,
     Conv3dProblem,
-    DifferencesProblem,
     HeadProblem,
     PadProblem,
     TapGemmProblem,
-    UpsampleProblem,
+    UpsampleCombineProblem,
+    UpsampleInputProblem,
+    UpsampleOutputProblem,
     WinogradInputProblem,
     WinogradOutputProblem,
 )
@@ -127,7 +128,7 @@ class Kernels:
         """
         frames, rows, cols, channels = x.shape
         problem = PadProblem(x.stride(0), history_frames, frames, rows, cols, channels, halo is not None, silu)
-        above, below = halo or (None, None)
+        above, below, _ = halo or (None, None, 0)
         arguments = (problem, x, above, below, history, norm, out, next_history, DTYPES[x.dtype])
         self._launch("wan_norm_silu_pad", arguments, out)
         if next_history is not None and frames == 1:
@@ -161,7 +162,7 @@ class Kernels:
             *(frames, rows, cols, channels, halo is not None),
             *(winograd.columns(len(components)), first_tile_row, components.shape[2]),
         )
-        above, below = halo or (None, None)
+        above, below, _ = halo or (None, None, 0)
         arguments = (problem, x, above, below, history, norm, components, next_history, DTYPES[x.dtype])
         self._launch("wan_winograd_input", arguments, components)
 
@@ -184,50 +185,64 @@ class Kernels:
         arguments = (problem, products, bias, residual, out, DTYPES[out.dtype])
         self._launch("wan_winograd_output", arguments, out)
 
-    def upsample_differences(self, x: Tensor, halo: Halo | None, first_row: int, differences: Tensor) -> None:
-        """Input of the nine-product form of an upsample conv, for a range of rows.
-
-        Args:
-            x: [F, H, W, C].
-            halo: rows [F, 1, W, C] each; None are zeros.
-            first_row: the first of the range.
-            differences: [3, 3, F, rows of the range, W, C], written; the first two axes are (x[-1] - x[0], x[0],
-                x[1] - x[0]) along rows and columns.
-        """
-        frames, rows, cols, channels = x.shape
-        problem = DifferencesProblem(frames, rows, cols, channels, halo is not None, first_row, differences.shape[3])
-        above, below = halo or (None, None)
-        arguments = (problem, x, above, below, differences, DTYPES[x.dtype])
-        self._launch("wan_upsample_differences", arguments, differences)
-
     def upsample_combine(
-        self,
-        parts: Tensor,
-        bias: Tensor,
-        shortcut: Tensor,
-        first_frame: int,
-        time_factor: int,
-        out: Tensor,
-        first_row: int = 0,
+        self, phases: Tensor, bias: Tensor, shortcut: Tensor, first_frame: int, time_factor: int, out: Tensor
     ) -> None:
-        """Interleaves the four phases of an upsample conv and adds bias and DupUp3D shortcut, for a range of rows.
+        """Interleaves the four phases of an upsample conv and adds bias and DupUp3D shortcut.
 
         Args:
-            parts: the phases [2, 2, F, rows of the range, W, C], or [3, 3, ...]: the products that they are sums of.
+            phases: [2, 2, F, H, W, C].
             bias: [C] float32.
             shortcut: [T, H, W, C_s].
             first_frame: of the enlarged shortcut, the frame that belongs to frame 0 of ``out``.
             time_factor: frames that DupUp3D makes of one.
             out: [F, 2H, 2W, C].
-            first_row: of the shortcut, where the range begins.
         """
-        count, _, frames, rows, cols, channels = parts.shape
-        problem = UpsampleProblem(
-            *(frames, rows, cols, channels),
-            *(shortcut.shape[-1], time_factor, first_frame),
-            *(first_row, shortcut.shape[1], count == 3),
+        problem = UpsampleCombineProblem(*phases.shape[2:], shortcut.shape[-1], time_factor, first_frame)
+        self._launch("wan_upsample_combine", (problem, phases, bias, shortcut, out, DTYPES[phases.dtype]), out)
+
+    def upsample_input(self, x: Tensor, halo: Halo | None, first_tile_row: int, components: Tensor) -> None:
+        """Components of F(3x3, 2x2) of an upsample conv's input, for a range of rows of tiles.
+
+        Args:
+            x: [F, H, W, C], an image or a band of one.
+            halo: rows [F, 2, W, C] each, and the band's first row in the image; None are zeros, and row 0.
+            first_tile_row: the first of the range, numbered as `winograd.upsample_tiles` does.
+            components: [16, F, tile rows of the range, W // 3 + 1, C], written.
+        """
+        above, below, first_row = halo or (None, None, 0)
+        problem = UpsampleInputProblem(*x.shape, halo is not None, first_row, first_tile_row, components.shape[2])
+        arguments = (problem, x, above, below, components, DTYPES[x.dtype])
+        self._launch("wan_upsample_input", arguments, components)
+
+    def upsample_output(
+        self,
+        products: Tensor,
+        bias: Tensor,
+        shortcut: Tensor,
+        first_frame: int,
+        time_factor: int,
+        first_row: int,
+        first_tile_row: int,
+        out: Tensor,
+    ) -> None:
+        """What a range of rows of tiles makes of ``out``, from the products of their components in the four phases.
+
+        Args:
+            products: [16, F, tile rows of the range, W // 3 + 1, 2, 2, C].
+            bias, shortcut, first_frame, time_factor: as for ``upsample_combine``.
+            first_row: of the shortcut in the image.
+            first_tile_row: the first of the range.
+            out: [F, 2H, 2W, C].
+        """
+        frames, tile_rows = products.shape[1:3]
+        _, rows, cols, shortcut_channels = shortcut.shape
+        problem = UpsampleOutputProblem(
+            *(frames, rows, cols, out.shape[-1]),
+            *(shortcut_channels, time_factor, first_frame),
+            *(first_row, first_tile_row, tile_rows),
         )
-        self._launch("wan_upsample_combine", (problem, parts, bias, shortcut, out, DTYPES[parts.dtype]), out)
+        self._launch("wan_upsample_output", (problem, products, bias, shortcut, out, DTYPES[out.dtype]), out)
 
     def output_head(self, part: Tensor, bias: Tensor, halo: bool, video: Tensor, nonfinite: Tensor) -> None:
         """Sums the head's nine shifted copies and writes pixels.

@@ -22,8 +22,9 @@ COMMON = (
     "norm_silu_pad",
     "winograd_input",
     "winograd_output",
-    "upsample_differences",
     "upsample_combine",
+    "upsample_input",
+    "upsample_output",
     "output_head",
     "strided_copy",
 )
@@ -83,22 +84,31 @@ class WinogradOutputProblem(ctypes.Structure):
     ]
 
 
-class DifferencesProblem(ctypes.Structure):
-    """As in upsample_differences.cu."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("frames", "rows", "columns", "channels", "halo")),
-        *((name, c_int32) for name in ("first_row", "band_rows")),
-    ]
-
-
-class UpsampleProblem(ctypes.Structure):
+class UpsampleCombineProblem(ctypes.Structure):
     """As in upsample_combine.cu."""
 
     _fields_ = [
         *((name, c_int32) for name in ("frames", "rows", "columns", "channels")),
         *((name, c_int32) for name in ("shortcut_channels", "time_factor", "first_frame")),
-        *((name, c_int32) for name in ("first_row", "image_rows", "products")),
+    ]
+
+
+class UpsampleInputProblem(ctypes.Structure):
+    """As in upsample_input.cu."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("frames", "rows", "columns", "channels", "halo")),
+        *((name, c_int32) for name in ("first_row", "first_tile_row", "tile_rows")),
+    ]
+
+
+class UpsampleOutputProblem(ctypes.Structure):
+    """As in upsample_output.cu."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("frames", "rows", "columns", "channels")),
+        *((name, c_int32) for name in ("shortcut_channels", "time_factor", "first_frame")),
+        *((name, c_int32) for name in ("first_row", "first_tile_row", "tile_rows")),
     ]
 
 
@@ -118,8 +128,9 @@ def _signatures() -> dict[str, list[type]]:
         "wan_norm_silu_pad": [pointer(PadProblem), *[c_void_p] * 7, c_int],
         "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 7, c_int],
         "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int],
-        "wan_upsample_differences": [pointer(DifferencesProblem), *[c_void_p] * 4, c_int],
-        "wan_upsample_combine": [pointer(UpsampleProblem), *[c_void_p] * 4, c_int],
+        "wan_upsample_combine": [pointer(UpsampleCombineProblem), *[c_void_p] * 4, c_int],
+        "wan_upsample_input": [pointer(UpsampleInputProblem), *[c_void_p] * 4, c_int],
+        "wan_upsample_output": [pointer(UpsampleOutputProblem), *[c_void_p] * 4, c_int],
         "wan_output_head": [pointer(HeadProblem), *[c_void_p] * 4, c_int, c_int],
         "wan_strided_copy": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64],
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wan22_vae_decode import layers, winograd
+from wan22_vae_decode import layers, weights, winograd
 from wan22_vae_decode.backends.base import Backend, Halo
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.torch import TorchBackend
@@ -59,8 +59,8 @@ CASES = (
     Case("time_double", history=True),
     Case("upsample_conv2x", c_in=64, c_out=64),
     Case("upsample_conv2x", c_in=128, c_out=64, history=True, halo=True),
-    Case("upsample_products"),
-    Case("upsample_products", c_in=128, c_out=64, history=True, halo=True),
+    Case("upsample_winograd"),
+    Case("upsample_winograd", cols=12, c_in=128, c_out=64, history=True, halo=True),
     Case("output_head"),
     Case("output_head", history=True, halo=True),
     Case("row_movement", batch=2),
@@ -166,7 +166,7 @@ def _move_all(value, move: Move):
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, Halo):
-        return Halo(*(_move_all(part, move) for part in value))
+        return Halo(move(value.above), move(value.below), value.first_row)
     return type(value)(**{name: _move_all(part, move) for name, part in vars(value).items()})
 
 
@@ -182,7 +182,8 @@ def _history(case: Case, random: _Random, halo: bool) -> Tensor | None:
 def _halo(case: Case, random: _Random, channels: int) -> Halo | None:
     if not case.halo:
         return None
-    return Halo(*(random(case.batch, case.frames, 1, case.cols, channels) for _ in range(2)))
+    edge = (case.batch, case.frames, 1, case.cols, channels)
+    return Halo(random(*edge), random(*edge))
 
 
 def _causal_conv3d(case: Case, random: _Random) -> Run:
@@ -276,18 +277,21 @@ def _time_double(case: Case, random: _Random) -> Run:
     return run
 
 
-def _upsample_conv2x(case: Case, random: _Random, products: bool = False) -> Run:
+def _upsample_conv2x(case: Case, random: _Random, winograd_form: bool = False) -> Run:
     # Shapes of the released decoder: C -> C after a time doubling, 2C -> C without.
     factor = 2 if case.c_in == case.c_out else 1
     skip = factor - 1 if not case.history else 0
     x = _activation(case, random)
-    taps = torch.stack([random.weight(case.c_out, 2, 2, case.c_in) for _ in range(4)]).unflatten(0, (2, 2))
-    nine = torch.stack([random.weight(case.c_out, case.c_in) for _ in range(9)]).unflatten(0, (3, 3)) / 2
-    up = layers.UpsampleConv(None if products else taps, nine if products else None, random.fp32(case.c_out))
+    weight, bias = random.weight(case.c_out, case.c_in, 3, 3), random.fp32(case.c_out)
+    rewrite = weights.upsample_components if winograd_form else weights.upsample_phases
+    taps = rewrite(weight.double()).to(weight.dtype).contiguous()
+    up = layers.UpsampleConv(None, taps, bias) if winograd_form else layers.UpsampleConv(taps, None, bias)
     frames = (case.frames + skip) // factor
     x = x[:, : frames * factor - skip].contiguous()
     shortcut = random(case.batch, frames, case.rows, case.cols, case.c_in)
-    halo = None if not case.halo else Halo(*(random(*x[:, :, :1].shape) for _ in range(2)))
+    edge = (*x.shape[:2], up.halo_rows, *x.shape[3:])
+    # A band behind one of as many rows.
+    halo = Halo(random(*edge), random(*edge), first_row=case.rows) if case.halo else None
 
     def run(ops: Backend, move: Move) -> Sequence[Tensor]:
         source, layer, short, rim = (_move_all(value, move) for value in (x, up, shortcut, halo))
@@ -325,7 +329,8 @@ def _row_movement(case: Case, random: _Random) -> Run:
     def run(ops: Backend, move: Move) -> Sequence[Tensor]:
         moved = move(x)
         joined = ops.join_frames(moved.flatten(), counts, case.batch, case.rows, case.cols, case.c_in)
-        return [*ops.edge_rows(moved), ops.split_rows(moved, bands), joined]
+        edges = [edge for rows in (1, 2) for edge in ops.edge_rows(moved, rows)]
+        return [*edges, ops.split_rows(moved, bands), joined]
 
     return run
 
@@ -337,7 +342,7 @@ _OPS: dict[str, Callable[[Case, _Random], Run]] = {
     "attention": _attention,
     "time_double": _time_double,
     "upsample_conv2x": _upsample_conv2x,
-    "upsample_products": functools.partial(_upsample_conv2x, products=True),
+    "upsample_winograd": functools.partial(_upsample_conv2x, winograd_form=True),
     "output_head": _output_head,
     "row_movement": _row_movement,
 }

@@ -9,20 +9,24 @@ NAME = "winograd_matrices.cuh"
 
 
 def header() -> str:
-    """C++ text: for m = 4 and 3 a namespace with B^T (`kInput`) and A^T (`kOutput`) of F(m, 3), rounded to float32 once
-    and written exactly.
+    """C++ text: for F(m, 3), m = 4 and 3, and for the upsampling convs' F(3, 2) a namespace with B^T (`kInput`) and A^T
+    (`kOutput`), rounded to float32 once and written exactly.
     """
     lines = ["#pragma once"]
     for outputs, points in winograd.POINTS.items():
-        matrices = winograd.transforms(points)
-        lines += [
-            f"// F({outputs}, 3) with points " + ", ".join(f"{point:g}" for point in points) + " and infinity.",
-            f"namespace wan::winograd::f{outputs} {{",
-            _constant("kInput", matrices.input),
-            _constant("kOutput", matrices.output),
-            f"}}  // namespace wan::winograd::f{outputs}",
-        ]
+        lines += _namespace(f"wan::winograd::f{outputs}", f"F({outputs}, 3)", points, winograd.transforms(points))
+    lines += _namespace("wan::upsample", "F(3, 2)", winograd.UPSAMPLE_POINTS, winograd.upsample_transforms())
     return "\n".join([*lines, ""])
+
+
+def _namespace(name: str, form: str, points: tuple[float, ...], matrices: winograd.Transforms) -> list[str]:
+    return [
+        f"// {form} with points " + ", ".join(f"{point:g}" for point in points) + " and infinity.",
+        f"namespace {name} {{",
+        _constant("kInput", matrices.input),
+        _constant("kOutput", matrices.output),
+        f"}}  // namespace {name}",
+    ]
 
 
 def _constant(name: str, matrix: Tensor) -> str:
