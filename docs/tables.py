@@ -43,6 +43,7 @@ LEAST_STAGE_S = 0.01
 """Of a pipeline's stage that is worth a line."""
 
 WINOGRAD_PARTS = ("winograd_input", "winograd GEMM", "winograd_output")
+UPSAMPLE_PARTS = ("upsample_input", "upsample GEMM", "upsample_output")
 
 
 def main() -> int:
@@ -173,13 +174,22 @@ def ops(report: dict[str, Any]) -> str:
 @_made_of("ops")
 def winograd_kernels(report: dict[str, Any]) -> str:
     """The three kernels of a Winograd conv, on one band of tiles of each layer shape."""
-    wanted = [row["shape"] for row in report["rows"] if row["op"] == WINOGRAD_PARTS[0]]
+    return _kernels(report, WINOGRAD_PARTS, "band")
+
+
+@_made_of("ops")
+def upsample_kernels(report: dict[str, Any]) -> str:
+    """The three kernels of an upsampling conv in Winograd form, on one slab of each layer shape."""
+    return _kernels(report, UPSAMPLE_PARTS, "slab")
+
+
+def _kernels(report: dict[str, Any], parts: Sequence[str], first: str) -> str:
     rows = []
-    for shape in wanted:
-        parts = {row["op"]: row for row in report["rows"] if row["shape"] == shape}
-        cells = [f"{parts[op]['ms']:.2f} ({_percent(parts[op]['share'])})" for op in WINOGRAD_PARTS if op in parts]
+    for shape in [row["shape"] for row in report["rows"] if row["op"] == parts[0]]:
+        of_shape = {row["op"]: row for row in report["rows"] if row["shape"] == shape}
+        cells = [f"{of_shape[op]['ms']:.2f} ({_percent(of_shape[op]['share'])})" for op in parts if op in of_shape]
         rows.append([f"`{shape}`", *cells])
-    return f"{_origin(report)}\n\n{_table(['band', *(f'{op}, ms' for op in WINOGRAD_PARTS)], rows)}"
+    return f"{_origin(report)}\n\n{_table([first, *(f'{op}, ms' for op in parts)], rows)}"
 
 
 # winograd_levels.json
@@ -326,6 +336,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-time": decode_time,
     "ops": ops,
     "winograd-kernels": winograd_kernels,
+    "upsample-kernels": upsample_kernels,
     "winograd-levels": winograd_levels,
     "stream-memory": stream_memory,
     "decode-parallel": decode_parallel,
