@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -238,10 +239,67 @@ def test_latents_of_wrong_shape(shape, sentence, cli, vae_folder, tmp_path, out)
     assert not list(out.iterdir())
 
 
-def test_latents_that_are_integers(cli, vae_folder, tmp_path, out):
-    np.save(tmp_path / "z.npy", np.zeros((1, 4, 1, 2, 2), dtype=np.int64))
-    line = refused(cli, tmp_path / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
-    assert line.startswith("latents must be floating-point, not torch.int64")
+@pytest.mark.parametrize("options", [(), ("--normalized",)])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda z: z.long(), "int64"),
+        (lambda z: z.cfloat(), "complex64"),
+        (lambda z: z.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (lambda z: z.to_sparse(), "sparse_coo float32"),
+        (lambda z: z.to("meta"), "float32"),
+    ],
+)
+def test_latents_of_another_type(change, kind, options, cli, vae_folder, tmp_path, out):
+    file = tmp_path / "z.pt"
+    torch.save(change(torch.ones(1, 4, 1, 2, 2)), file)
+    line = refused(cli, file, "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu", *options)
+    assert line == f"{file} holds a {kind} tensor; latents are float16, bfloat16, float32 or float64 in memory"
+    assert not list(out.iterdir())
+
+
+def test_a_tensor_that_two_files_hold_is_refused(cli, saved, vae_folder, out, tmp_path):
+    shutil.copytree(vae_folder, tmp_path / "twice")
+    file = tmp_path / "twice" / "diffusion_pytorch_model-0.safetensors"
+    shutil.copy(file, file.with_name(f"z{file.name}"))
+    line = refused(cli, saved / "z.pt", "--vae", tmp_path / "twice", "-o", out / "v.mp4", "--device", "cpu")
+    assert f"z{file.name} holds" in line
+    assert "as another file in" in line
+
+
+def test_vae_of_a_pipeline_is_found_beside_other_tensors(cli, saved, vae_folder, out, tmp_path):
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(vae_folder, pipeline / "vae")
+    (pipeline / "model_index.json").write_text("{}")
+    save_file({"latents": torch.zeros(1)}, pipeline / "latents.safetensors")
+    assert cli("decode", saved / "z.pt", "--vae", pipeline, "-o", out / "v.mp4", "--device", "cpu").status == 0
+
+
+def test_names_that_the_file_system_refuses(cli, saved, vae_folder, out):
+    long = "n" * 300
+    for arguments in ((f"{long}.pt", "--vae", vae_folder), (saved / "z.pt", "--vae", long)):
+        line = refused(cli, *arguments, "-o", out / "v.mp4", "--device", "cpu")
+        assert "File name too long" in line
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_output_that_nobody_reads_is_not_needed(closed, saved, vae_folder, out):
+    descriptor = {"stdout": 1, "stderr": 2}[closed]
+    program = "import os, sys\nfrom wan22_vae_decode.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-W", "ignore", "-c", program, "decode", saved / "z.pt", "--vae", vae_folder]
+    command = shlex.join(map(str, [*words, "-o", out / "v.mp4", "--device", "cpu"]))
+    ended = subprocess.run(f"{command} {descriptor}>&-", shell=True, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (out / "v.mp4").exists()
+
+
+def test_full_disk_of_the_output_is_told(saved, vae_folder, out):
+    command = [sys.executable, "-m", "wan22_vae_decode", "decode", saved / "z.pt", "--vae", vae_folder]
+    command += ["-o", out / "v.mp4", "--device", "cpu"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize(

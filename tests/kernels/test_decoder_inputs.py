@@ -89,6 +89,12 @@ def test_cuda_is_refused_without_a_gpu(state_dict):
         Decoder.from_state_dict(state_dict, device="cpu", backend="cuda")
 
 
+@pytest.mark.parametrize("device", ["meta", "xpu"])
+def test_devices_that_torch_cannot_use_are_refused(device, state_dict):
+    with pytest.raises(BackendUnavailableError, match=device):
+        Decoder.from_state_dict(state_dict, device=device)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

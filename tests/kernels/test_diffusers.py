@@ -198,6 +198,17 @@ def test_decode_wrapped_afterwards_stays_and_calls_the_stock_one(vae, reference_
     assert torch.equal(enabled(z).sample, reference_vae.decode(z).sample)
 
 
+def test_decode_compiled_afterwards_keeps_the_compiler_out(vae, latents, made):
+    z, stock = latents(1, 1, 1), vae.decode
+    expected = stock(z, False)[0]
+    graphs = []
+    fast_decode.enable(vae, **TORCH)
+    vae.decode = torch.compile(vae.decode, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert_same(vae.decode(z, return_dict=False)[0], expected)
+    assert len(made) == 1
+    assert not graphs
+
+
 def test_compiled_vae_of_a_pipeline_is_enabled(vae, latents, made):
     pipe = types.SimpleNamespace(vae=torch.compile(vae, backend="eager"))
     fast_decode.enable(pipe, **TORCH)

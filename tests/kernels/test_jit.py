@@ -477,10 +477,17 @@ def test_an_nvcc_that_failed_once_is_asked_again(nowhere, monkeypatch):
 def test_missing_headers_and_ninja_say_what_to_install(monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.metadata, "files", lambda name: None)
     with pytest.raises(jit.BuildError, match="pip install --no-deps nvidia-cutlass"):
         toolchain.find_cutlass()
     with pytest.raises(jit.BuildError, match="pip install ninja"):
         toolchain.find_ninja()
+
+
+def test_ninja_of_an_environment_that_is_not_activated_is_found(monkeypatch):
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    ninja = toolchain.find_ninja()
+    assert subprocess.run([ninja, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 # Machines without a compiler

@@ -343,7 +343,13 @@ def _shortcut_channels(c_in: int, c_out: int, frames: int, frames_in: int, devic
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: these ops run wherever torch does."""
+    """The reason why torch cannot run on the device, or None: these ops run wherever it does."""
+    if device.type == "meta":
+        return "tensors on the meta device hold no values to decode"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return f"torch cannot use the device {device}: {str(error).splitlines()[0]}"
     return None
 
 

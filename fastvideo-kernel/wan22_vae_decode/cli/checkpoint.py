@@ -20,7 +20,8 @@ def vae_folder(folder: Path) -> Path:
     Raises:
         InputError: neither holds a VAE.
     """
-    for candidate in (folder, folder / "vae"):
+    whole = (folder / "model_index.json").is_file()
+    for candidate in (folder / "vae",) if whole else (folder, folder / "vae"):
         if any(candidate.glob("*.safetensors")):
             return candidate
     if not folder.is_dir():
@@ -39,6 +40,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if name.startswith(("post_quant_conv.", "decoder."))]  # noqa: SIM118
+                if twice := next((name for name in names if name in tensors), None):
+                    raise WeightsError(f"{path} holds {twice}, as another file in {folder} does; leave only one there")
                 tensors |= {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error

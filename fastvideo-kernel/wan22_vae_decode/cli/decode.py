@@ -118,7 +118,7 @@ def _write(passes: Iterator[Tensor], file: VideoFile, advance: Callable[[int], N
 @contextlib.contextmanager
 def _progress(frames: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; gives what to call with the number of frames done."""
-    rich = optional("rich.progress", "the progress bar") if sys.stderr.isatty() else None
+    rich = optional("rich.progress", "the progress bar") if sys.stderr is not None and sys.stderr.isatty() else None
     if rich is None:
         yield lambda count: None
         return

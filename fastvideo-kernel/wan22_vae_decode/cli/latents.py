@@ -15,6 +15,7 @@ from wan22_vae_decode.cli.extras import MissingExtraError, require
 from wan22_vae_decode.errors import InputError
 
 KEY = "latents"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_latents(path: Path, key: str | None) -> Tensor:
@@ -28,6 +29,10 @@ def read_latents(path: Path, key: str | None) -> Tensor:
         InputError: no such file, damaged, of another kind or shape.
     """
     latents = _only(_contents(path), path, key)
+    plain = latents.layout == torch.strided and not latents.is_nested and latents.device.type != "meta"
+    if not plain or latents.dtype not in _TYPES:
+        kind = f"{latents.layout} {latents.dtype}".replace("torch.", "").replace("strided ", "")
+        raise InputError(f"{path} holds a {kind} tensor; latents are float16, bfloat16, float32 or float64 in memory")
     if latents.dim() == 4:
         latents = latents[None]
     if latents.dim() != 5:

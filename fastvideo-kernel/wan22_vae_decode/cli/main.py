@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -43,29 +44,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _unwinding():
             return _run(argv)
     except BrokenPipeError:
-        # Who reads our output has ended. What is left of it is dropped, or the interpreter's end would fail on it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Who reads our output has ended.
+        _drop_output()
         return SIGNALLED + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return CANNOT_RUN
+
+
+def _drop_output() -> None:
+    """Drops what is left of the output: the interpreter's end would fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files may hold what a terminal of another encoding cannot show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s", force=True)
     try:
         status = arguments.run(arguments)
         # Here, where a closed pipe can still be handled.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except DecodeError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
-    except torch.OutOfMemoryError as error:
-        # Outside a decode, whose own words would be better: while weights or latents are made or moved.
-        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        first_line = next(iter(str(error).splitlines()), "Python's own")
+        print(f"error: out of memory: {first_line}", file=sys.stderr)
         return CANNOT_RUN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return SIGNALLED + signal.SIGINT
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Outside a decode, whose own words would be better: while weights or latents are made or moved."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ from wan22_vae_decode.decoder import DTYPES
 from wan22_vae_decode.errors import BackendUnavailableError, InputError
 from wan22_vae_decode.geometry import FRAMES_PER_LATENT, SPATIAL
 
+# Far beyond what fits any memory, and within what torch can count.
+MAX_PIXELS, MAX_VIDEO_FRAMES, MAX_COUNT = 65536, 1_000_001, 1_000_000
+
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cuda, cuda:1 and so on, or cpu (default: cuda where there is one)")
@@ -93,9 +96,9 @@ def frames_per_pass(text: str) -> int | Literal["auto"]:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+    """A whole number from 1 to MAX_COUNT."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 to {MAX_COUNT}")
     return int(text)
 
 
@@ -123,6 +126,9 @@ def size(text: str) -> tuple[int, int, int]:
     rows, cols, frames = map(int, parts)
     if rows < 1 or cols < 1 or rows % SPATIAL or cols % SPATIAL:
         raise argparse.ArgumentTypeError(f"{text}: rows and columns must be multiples of {SPATIAL}")
+    if max(rows, cols) > MAX_PIXELS or frames > MAX_VIDEO_FRAMES:
+        most = f"{MAX_PIXELS} rows and columns and {MAX_VIDEO_FRAMES} frames"
+        raise argparse.ArgumentTypeError(f"{text} is more than {most}")
     if frames % FRAMES_PER_LATENT != 1:
         raise argparse.ArgumentTypeError(f"{text}: frames must be one more than a multiple of {FRAMES_PER_LATENT}")
     return rows, cols, frames

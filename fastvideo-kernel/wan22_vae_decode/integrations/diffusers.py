@@ -131,6 +131,7 @@ class _Route:
         self.parts = parts
         self.prepared = ModuleDecoder()
 
+    @torch.compiler.disable
     def video(self, vae: AutoencoderKLWan, z: Tensor) -> Tensor | None:
         """The video, or None and a log line with the reason."""
         if self.options is None:

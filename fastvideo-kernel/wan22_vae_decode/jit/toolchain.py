@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds nvcc, ninja and the CUTLASS headers, and checks that they fit the architecture and the driver."""
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -79,16 +80,21 @@ def misfit(version: Version, arch: str, driver: Version | None) -> str | None:
 
 
 def find_ninja() -> Path:
-    """The ninja of the PyPI package, else the one on PATH."""
-    spec = importlib.util.find_spec("ninja")
-    if spec is not None and spec.origin is not None:
-        packaged = Path(spec.origin).parent / "data" / "bin" / "ninja"
-        if packaged.exists():
+    """The ninja of the PyPI package, wherever it was installed, else the one on PATH."""
+    for packaged in _packaged_ninja():
+        if os.access(packaged, os.X_OK):
             return packaged
     on_path = shutil.which("ninja")
     if on_path is None:
         raise BuildError("ninja was not found; `pip install ninja`.")
     return Path(on_path)
+
+
+def _packaged_ninja() -> Iterator[Path]:
+    """Environments that are not activated have their scripts outside PATH."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        files = importlib.metadata.files("ninja") or ()
+        yield from (Path(file.locate()) for file in files if file.name in ("ninja", "ninja.exe"))
 
 
 def find_cutlass() -> tuple[tuple[Path, ...], str]:
