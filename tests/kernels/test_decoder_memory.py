@@ -2,6 +2,7 @@
 """A pass never holds more than the documented formula, and passes shrink to what fits."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.targets import HOPPER
-from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.backends.torch import TorchBackend, _free_host_bytes
 from wan22_vae_decode.geometry import Architecture
 from wan22_vae_decode.layers import UpsampleConv, WinogradConv
 
@@ -261,6 +262,16 @@ def test_pass_shrinks_with_one_line_that_says_what_fits(limited, latents, caplog
 def test_no_pass_fits(limited, latents):
     with pytest.raises(OutOfMemoryError, match=r"a pass of 1 latent frames needs .* are free"):
         limited(4).decode(latents(2, 2, 2).float())
+
+
+def test_a_cpu_without_memory_refuses_before_the_decode(state_dict, latents, monkeypatch):
+    decoder = Decoder.from_state_dict(state_dict, device="cpu")
+    z = latents(1, 2, 3)
+    decoder.decode(z)
+    monkeypatch.setattr("wan22_vae_decode.backends.torch._free_host_bytes", lambda: 1000)
+    with pytest.raises(OutOfMemoryError, match=r"a pass of 1 latent frames needs .* on cpu"):
+        decoder.decode(z)
+    assert not Path("/proc/meminfo").exists() or _free_host_bytes() > 2**20
 
 
 class Failing(TorchBackend):

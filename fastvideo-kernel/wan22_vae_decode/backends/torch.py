@@ -6,7 +6,9 @@ Nothing here is tuned beyond bounding temporaries: elementwise work in fp32 goes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -139,7 +141,7 @@ class TorchBackend(Backend):
 
     def reserve(self, nbytes: int) -> None:
         """Compares with the free memory; torch's allocator then finds room piece by piece."""
-        free = self.free_bytes()
+        free = _free_host_bytes() if self.device.type == "cpu" else self.free_bytes()
         if free is not None and nbytes > free:
             raise OutOfMemoryError(
                 f"{nbytes / 2**30:.2f} GiB are needed and {self.device} has {free / 2**30:.2f} GiB free"
@@ -340,6 +342,15 @@ def _shortcut_channels(c_in: int, c_out: int, frames: int, frames_in: int, devic
     factor = frames // frames_in
     index = torch.arange(c_out * factor * 4, device=device) // (c_out * factor * 4 // c_in)
     return index.view(c_out, factor, 2, 2).permute(1, 2, 3, 0)
+
+
+def _free_host_bytes() -> int | None:
+    """Memory that a process may still take without swapping, None where the system does not say (outside Linux)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
