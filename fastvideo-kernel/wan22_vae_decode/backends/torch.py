@@ -141,7 +141,9 @@ class TorchBackend(Backend):
 
     def reserve(self, nbytes: int) -> None:
         """Compares with the free memory; torch's allocator then finds room piece by piece."""
-        free = _free_host_bytes() if self.device.type == "cpu" else self.free_bytes()
+        free = self.free_bytes()
+        if free is None and self.device.type == "cpu":
+            free = _free_host_bytes()
         if free is not None and nbytes > free:
             raise OutOfMemoryError(
                 f"{nbytes / 2**30:.2f} GiB are needed and {self.device} has {free / 2**30:.2f} GiB free"
