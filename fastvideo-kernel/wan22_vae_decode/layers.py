@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+UPSAMPLE_HALO_ROWS = {"phases": 1, "winograd": 2}
+"""Form of an upsampling conv -> rows that a band needs from each neighbour. Outputs depend on one row; the tiles across
+a band's edge make them from two, with the same rounding on both sides."""
+
 
 @dataclass(frozen=True)
 class Conv:
@@ -79,10 +83,8 @@ class UpsampleConv:
 
     @property
     def halo_rows(self) -> int:
-        """Rows that a band needs from each neighbour. Outputs depend on one row; the tiles across a band's edge make
-        them from two, with the same rounding on both sides.
-        """
-        return 1 if self.components is None else 2
+        """Rows that a band needs from each neighbour."""
+        return UPSAMPLE_HALO_ROWS["phases" if self.components is None else "winograd"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from wan22_vae_decode.backends.base import Backend, OpShape
 from wan22_vae_decode.geometry import CONTEXT_FRAMES, RESNETS, Architecture, UpBlockShape
+from wan22_vae_decode.layers import UPSAMPLE_HALO_ROWS
 
 MAX_FRAMES = 61
 """Latent frames that a pass carries at most, over all ranks."""
@@ -159,7 +160,7 @@ def _up_block_steps(
     shape = replace(shape, upsample_method=ops.upsample_method(block.level, block.c_out, block.c_out))
     x = _activation(ops, shape, block.c_out)
     live = beside + block_input + 5 * x + ops.workspace_bytes("upsample_conv2x", shape)
-    yield f"{name}.upsample", live + (2 if shape.upsample_method == "winograd" else 1) * _halo(ops, shape)
+    yield f"{name}.upsample", live + UPSAMPLE_HALO_ROWS[shape.upsample_method] * _halo(ops, shape)
 
 
 def _resnet_steps(

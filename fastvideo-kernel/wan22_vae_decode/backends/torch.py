@@ -267,7 +267,7 @@ class TorchBackend(Backend):
         size = winograd.UPSAMPLE_TILE
         matrices = winograd.upsample_transforms()
         b, a = (matrix.to(self.device, self._accumulator) for matrix in (matrices.input, matrices.output))
-        (rows, cols), edge = x.shape[2:4], 2 if halo else 0
+        (rows, cols), edge = x.shape[2:4], up.halo_rows if halo else 0
         first_row = halo.first_row if halo else 0
         down, across = winograd.upsample_tiles(rows, first_row), winograd.upsample_tiles(cols)
         # From the pixel before the first tile to the one behind the last; a rim that no tile reads is cut off.

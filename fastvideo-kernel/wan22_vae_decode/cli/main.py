@@ -50,11 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            _flush()
         except OSError:
             _drop_output()
         return CANNOT_RUN
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it was closed before the start
+        sys.stdout.flush()
 
 
 def _drop_output() -> None:
@@ -72,8 +76,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         status = arguments.run(arguments)
         # Here, where a closed pipe can still be handled.
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        _flush()
         return status
     except DecodeError as error:
         print(f"error: {error}", file=sys.stderr)
