@@ -292,7 +292,7 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
     bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype], beside=False)
 
     kernels, size = bench.ours.kernels, x.element_size()
-    band = heuristics.tile_rows_per_band(down, heuristics.tile_row_bytes(columns, cols, t, c_in, c_out, size))
+    band = heuristics.tile_rows_per_band(down, t, heuristics.tile_row_bytes(columns, cols, t, c_in, c_out, size))
     tiles = band * across
     components = torch.empty(number, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
     kept = torch.empty_like(history[0])

@@ -515,10 +515,19 @@ def test_slab_choice(frames, size, expected):
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "expected"), [(88, 1, 88), (88, 45 << 20, 13), (11, 600 << 20, 1), (3, 1 << 40, 1)]
+    ("rows", "frames", "size", "expected"),
+    [
+        (88, 8, 1, 88),
+        (88, 8, 126 << 20, 13),
+        (88, 61, 126 << 20, 13),
+        (88, 4, 63 << 20, 13),
+        (88, 1, 63 << 20, 3),
+        (11, 8, 1000 << 20, 1),
+        (3, 1, 1 << 40, 1),
+    ],
 )
-def test_band_choice(rows, size, expected):
-    assert heuristics.tile_rows_per_band(rows, size) == expected
+def test_band_choice(rows, frames, size, expected):
+    assert heuristics.tile_rows_per_band(rows, frames, size) == expected
 
 
 def test_method_choice():

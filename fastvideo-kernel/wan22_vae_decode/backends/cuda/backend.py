@@ -117,7 +117,7 @@ class CudaBackend(Backend):
             tile_row = heuristics.tile_row_bytes(
                 shape.tile_columns, shape.cols, shape.frames, shape.c_in, shape.c_out, size
             )
-            return heuristics.tile_rows_per_band(down, tile_row) * tile_row
+            return heuristics.tile_rows_per_band(down, shape.frames, tile_row) * tile_row
         return 0
 
     def free_bytes(self) -> int | None:
@@ -209,7 +209,7 @@ class CudaBackend(Backend):
             out = source.new_empty(batch, frames, rows, cols, c_out)
         count, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
         tile_row = heuristics.tile_row_bytes(conv.columns, cols, frames, c_in, c_out, source.element_size())
-        band = heuristics.tile_rows_per_band(down, tile_row)
+        band = heuristics.tile_rows_per_band(down, frames, tile_row)
         component_scratch = source.new_empty(count * (frames + 2) * band * across * c_in)
         product_scratch = source.new_empty(count * frames * band * across * c_out)
         for item in range(batch):
