@@ -192,6 +192,25 @@ def _kernels(report: dict[str, Any], parts: Sequence[str], first: str) -> str:
     return f"{_origin(report)}\n\n{_table([first, *(f'{op}, ms' for op in parts)], rows)}"
 
 
+# energy.json
+
+
+@_made_of("energy")
+def energy(report: dict[str, Any]) -> str:
+    """Power and energy of the largest kernels and of whole decodes."""
+    rows = []
+    for row in report["rows"]:
+        work = "-"
+        if row["flops"]:
+            work = f"{1e12 * row['joules'] / row['flops']:.2f} pJ/FLOP"
+        elif row["nbytes"]:
+            work = f"{1e12 * row['joules'] / row['nbytes']:.0f} pJ/byte"
+        figures = [f"{row['ms']:.2f}", f"{row['watts']:.0f}", f"{row['mhz']:.0f}", f"{row['joules']:.3g}", work]
+        rows.append([f"`{row['name']}`", *figures])
+    header = ["in a loop", "ms", "W", "MHz", "J", "that is"]
+    return f"{_origin(report)} Power limit {report['limit_watts']:.0f} W.\n\n{_table(header, rows)}"
+
+
 # winograd_levels.json
 
 
@@ -337,6 +356,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ops": ops,
     "winograd-kernels": winograd_kernels,
     "upsample-kernels": upsample_kernels,
+    "energy": energy,
     "winograd-levels": winograd_levels,
     "stream-memory": stream_memory,
     "decode-parallel": decode_parallel,

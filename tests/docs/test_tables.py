@@ -67,6 +67,16 @@ def test_results_of_the_other_benchmarks(tables, tmp_path):
     levels = common | {"rows": [{"columns": {"1": 3, "3": 4}, "psnr_db": {"branches": 70.21}, "ms": 1494}]}
     (tmp_path / "winograd_levels.json").write_text(json.dumps(levels))
     assert "| 4x3 at 1, 4x4 at 3 | 70.2 | 1.49 |" in tables.winograd_levels(tmp_path)
+    row = {"name": "matmul", "ms": 1.7, "joules": 1.1, "watts": 690.4, "mhz": 1410, "flops": 1e12, "nbytes": 0}
+    rows = [row, row | {"name": "copy", "flops": 0, "nbytes": 1e10}, row | {"name": "decode", "flops": 0}]
+    (tmp_path / "energy.json").write_text(json.dumps(common | {"limit_watts": 700, "rows": rows}))
+    page = tables.energy(tmp_path)
+    assert "Power limit 700 W" in page
+    assert (
+        "| `matmul` | 1.70 | 690 | 1410 | 1.1 | 1.10 pJ/FLOP |\n| `copy` | 1.70 | 690 | 1410 | 1.1 | 110 pJ/byte |"
+        in page
+    )
+    assert page.endswith("| 1.1 | - |")
     clip = {"one_rank_ms": 2000, "ms": 500, "peak_gib": [3.0, 4.0], "sent_bytes": {"halo": [0, 2**20]}, "psnr_db": 95}
     runs = {f"run {world}": common | {"decoder_width": 256, "world": world, "clips": {"121": clip}} for world in (4, 2)}
     (tmp_path / "decode_parallel.json").write_text(json.dumps(runs))
