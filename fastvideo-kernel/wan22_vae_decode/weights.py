@@ -143,6 +143,22 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
     return arch
 
 
+@torch.no_grad()
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Looks for NaN and infinite values in checked tensors, wherever they lie: one reduction each, one wait at the end.
+
+    Raises:
+        WeightsError: names the first tensor that holds any.
+    """
+    # NaN passes through both extremes.
+    extremes = [torch.stack(torch.aminmax(tensor)).double() for tensor in tensors.values()]
+    finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(1).tolist()
+    spoilt = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
+    if spoilt:
+        others = f" and {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else ""
+        raise WeightsError(f"the weights hold NaN or infinite values, in {spoilt[0]}{others}; load or copy them again")
+
+
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:
     """A cheap value that changes when a tensor is replaced, moved, retyped or written in place (``_version``)."""
     return tuple((name, t.data_ptr(), version(t), t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())

@@ -15,7 +15,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
@@ -265,6 +265,17 @@ def test_a_tensor_that_two_files_hold_is_refused(cli, saved, vae_folder, out, tm
     line = refused(cli, saved / "z.pt", "--vae", tmp_path / "twice", "-o", out / "v.mp4", "--device", "cpu")
     assert f"z{file.name} holds" in line
     assert "as another file in" in line
+
+
+def test_weights_that_are_not_finite_are_refused(cli, saved, vae_folder, out, tmp_path, state_dict):
+    shutil.copytree(vae_folder, tmp_path / "vae")
+    for file in (tmp_path / "vae").glob("*-1.safetensors"):
+        tensors = load_file(file)
+        tensors["decoder.norm_out.gamma"][2] = np.nan
+        save_file(tensors, file)
+    line = refused(cli, saved / "z.pt", "--vae", tmp_path / "vae", "-o", out / "v.mp4", "--device", "cpu")
+    assert line == "the weights hold NaN or infinite values, in decoder.norm_out.gamma; load or copy them again"
+    assert not list(out.iterdir())
 
 
 def test_vae_of_a_pipeline_is_found_beside_other_tensors(cli, saved, vae_folder, out, tmp_path):
