@@ -293,7 +293,8 @@ def why_not(
     """The reason why ``Decoder.from_state_dict`` would refuse, found without building or copying anything, or None.
 
     Args:
-        state_dict: the weights to check by name, shape and type, not by value; without them only device, type and backend are.
+        state_dict: the weights to check, by name, shape and type but not by value; without them only device, type and
+            backend are.
         device: as for ``from_state_dict``; without it and without weights, the CPU.
         dtype: as for ``from_state_dict``.
         backend: as for ``from_state_dict``; "auto" always finds one.

@@ -70,6 +70,22 @@ def test_one_error_lists_everything_that_is_wrong(make_state_dict):
     assert why_not(tensors) == message
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tensor: tensor.to(torch.int8), "not floating-point: {} (torch.int8), "),
+        (lambda tensor: tensor.to("meta"), "without data (meta device): {}, "),
+        (lambda tensor: [], "but these are none: {} (list), "),
+    ],
+)
+def test_an_error_about_every_tensor_names_the_first_few(change, kind, state_dict):
+    with pytest.raises(WeightsError) as refusal:
+        Decoder.from_state_dict({name: change(tensor) for name, tensor in state_dict.items()})
+    assert kind.format("post_quant_conv.weight") in str(refusal.value)
+    assert str(refusal.value).endswith(" and 106 more")
+    assert len(str(refusal.value)) < 400
+
+
 @pytest.mark.parametrize("name", list(weights.expected_shapes(Architecture(8, 4)))[::9])
 def test_every_tensor_is_needed(name, state_dict):
     with pytest.raises(WeightsError, match=name):
@@ -97,7 +113,7 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_prepared(dtyp
             Decoder.from_state_dict(tensors, **options)
         assert str(refusal.value) == sentence
     tensors["decoder.conv_out.bias"][0] = tensors["decoder.norm_out.gamma"][0] = value
-    with pytest.raises(WeightsError, match="in decoder.conv_in.weight and 2 other tensors; load"):
+    with pytest.raises(WeightsError, match=r"in decoder\.conv_in\.weight and 2 other tensors; load"):
         Decoder.from_state_dict(tensors)
 
 
