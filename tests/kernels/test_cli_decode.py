@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`decode`: the file holds the decoder's frames, whole or not at all."""
 
+import errno
 import json
 import os
 import shlex
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.cli import checkpoint
 from wan22_vae_decode.cli.video_file import VideoFile
 
 
@@ -111,17 +113,13 @@ def test_normalized_latents_are_denormalised_by_the_config(cli, saved, vae_folde
     assert_close(frames_of(out / "v.mp4"), expected(state_dict, z * std + mean))
 
 
-@pytest.mark.parametrize("source", ["latents", "config"])
-def test_nan_is_told(source, cli, vae_folder, out, tmp_path):
-    z, folder = np.zeros((1, 4, 1, 2, 2), dtype=np.float32), tmp_path / "vae"
-    shutil.copytree(vae_folder, folder)
-    if source == "latents":
-        z[..., 0] = np.nan
-    else:
-        (folder / "config.json").write_text('{"latents_mean": [0, 0, 0, 0], "latents_std": [1, NaN, 1, 1]}')
+def test_nan_is_told(cli, vae_folder, out, tmp_path):
+    z = np.zeros((1, 4, 1, 2, 2), dtype=np.float32)
+    z[..., 0] = np.nan
     np.save(tmp_path / "z.npy", z)
-    command = ("decode", tmp_path / "z.npy", "--vae", folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu")
-    ended = cli(*command)
+    ended = cli(
+        "decode", tmp_path / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu"
+    )
     assert ended.status == 0
     assert ended.err == "warning: the latents hold NaN or infinite values, which spoil the video\n"
 
@@ -220,6 +218,21 @@ def test_latents_that_cannot_be_read(cli, saved, vae_folder, out):
     assert refusal("list.pt") == "FILE holds no tensor latents, but no tensor; --key chooses one"
     torch.save(os.system, saved / "code.pt")
     assert refusal("code.pt").startswith("FILE cannot be read as pt: ")
+
+
+@pytest.mark.parametrize("file", ["latents", "weights"])
+def test_files_that_may_not_be_read_are_not_called_missing(file, cli, saved, vae_folder, out, monkeypatch):
+    denied = saved / "z.safetensors" if file == "latents" else vae_folder / "diffusion_pytorch_model-1.safetensors"
+
+    def opened(path, *arguments):
+        # Root may read every file.
+        if path == denied:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "open", opened, raising=False)
+    line = refused(cli, saved / "z.safetensors", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line == f"{denied} cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +336,22 @@ def test_full_disk_of_the_output_is_told(saved, vae_folder, out):
         (
             '{"latents_mean": [0.0], "latents_std": [1.0]}',
             "FILE gives latents_mean and latents_std for other than 4 channels",
+        ),
+        (
+            '{"latents_mean": [0, 0, NaN, 0], "latents_std": [1, 1, 1, 1]}',
+            "FILE gives no finite latents_mean: that of channel 2 is nan",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [0, 0, 0, 0]}',
+            "FILE gives no positive, finite latents_std: that of channel 0 is 0",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, 1, 1, -2]}',
+            "FILE gives no positive, finite latents_std: that of channel 3 is -2",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, Infinity, NaN, 1]}',
+            "FILE gives no positive, finite latents_std: that of channel 1 is inf",
         ),
     ],
 )
