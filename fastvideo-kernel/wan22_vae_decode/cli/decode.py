@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +33,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "decoded. An interrupted or failed run leaves no file, and an older one of that name as it was.",
     )
     parser.add_argument(
-        "latents", type=Path, help=".safetensors, .pt, .pth or .npy with [z, T, H, W] or [1, z, T, H, W]"
+        "latents", type=options.path, help=".safetensors, .pt, .pth or .npy with [z, T, H, W] or [1, z, T, H, W]"
     )
     parser.add_argument(
-        "--vae", type=Path, required=True, help="folder of the VAE, or of a whole pipeline, in diffusers' layout"
+        "--vae",
+        type=options.path,
+        required=True,
+        help="folder of the VAE, or of a whole pipeline, in diffusers' layout",
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, help=".mp4, .mkv or .mov")
+    parser.add_argument("-o", "--output", type=options.path, required=True, help=".mp4, .mkv or .mov")
     parser.add_argument("--key", help="name of the tensor, in a file of several (default: latents, or the only one)")
     parser.add_argument(
         "--normalized",
