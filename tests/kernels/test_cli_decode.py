@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.cli import checkpoint
-from wan22_vae_decode.cli.video_file import VideoFile
+from wan22_vae_decode.cli.video_file import SUFFIXES, VideoFile
 
 
 @pytest.fixture
@@ -131,6 +131,15 @@ def test_quality_is_crf_s(cli, saved, vae_folder, out):
         cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", file, "--crf", crf, "--device", "cpu")
         sizes.append(file.stat().st_size)
     assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("fps", [0.001, 24000 / 1001, 999])
+def test_every_rate_that_is_taken_is_the_file_s(fps, suffix, out):
+    with VideoFile(out / f"v{suffix}", fps, 18) as file:
+        file.write(torch.zeros(3, 9, 16, 16, dtype=torch.uint8))
+    assert len(frames_of(out / f"v{suffix}")) == 9
+    assert next(imageio_ffmpeg.read_frames(str(out / f"v{suffix}")))["fps"] == pytest.approx(fps, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["12:30.mp4", "n" * 245 + ".mp4", "\N{SNOWMAN}" * 80 + ".mkv"])

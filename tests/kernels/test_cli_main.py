@@ -72,8 +72,11 @@ def test_module_runs_as_a_program():
         (("decode", "", "--vae", "v", "-o", "z.mp4"), "argument latents: an empty name is no file or folder"),
         (("decode", "z.npy", "--vae", "v", "-o", ""), "argument -o/--output: an empty name is no file or folder"),
         (("verify", "--vae", ""), "argument --vae: an empty name is no file or folder"),
-        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "0"), "0 is not from 0 to 1000 frames a second"),
-        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "x"), "x is not from 0 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "0"), "0 is not from 0.001 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "x"), "x is not from 0.001 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "1e-9"), "1e-9 is not from 0.001 to 1000 frames"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "1e9"), "1e9 is not from 0.001 to 1000 frames"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "nan"), "nan is not from 0.001 to 1000 frames"),
         (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--crf", "52"), "52 is no whole number from 0 to 51"),
     ],
 )

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "latents_std and latents_mean added, both from the VAE's config.json. Without this option they are decoded "
         "as they are",
     )
-    parser.add_argument("--fps", type=_fps, default=24.0, help="frames a second (default: 24)")
+    parser.add_argument("--fps", type=_fps, default=24.0, help="frames a second, 0.001 to 1000 (default: 24)")
     parser.add_argument("--crf", type=_crf, default=18, help="quality, 0 (lossless) to 51 (worst) (default: 18)")
     options.add_decoder(parser)
     options.add_json(parser)
@@ -136,8 +136,9 @@ def _fps(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000 frames a second")
+    # Of slower videos ffmpeg makes no .mp4; a .mkv counts milliseconds.
+    if not 0.001 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.001 to 1000 frames a second")
     return value
 
 
