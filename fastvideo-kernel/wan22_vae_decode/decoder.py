@@ -88,7 +88,7 @@ class Decoder:
                 every rank then makes its decoder and calls ``decode`` with the same latents.
 
         Raises:
-            WeightsError: names, shapes or types are wrong; lists all of them.
+            WeightsError: names, shapes or types are wrong, or values are not finite; says which.
             BackendUnavailableError: the named backend cannot run here.
             InputError: an option is wrong, or the ranks' options differ.
             PeerError: another rank failed here; nothing was exchanged.
@@ -112,7 +112,9 @@ class Decoder:
 
         def checked() -> tuple[dict[str, Tensor], Architecture, int | Literal["auto"]]:
             tensors = weights.decoder_tensors(state_dict)
-            return tensors, weights.check(tensors), _frames_per_pass(frames_per_pass)
+            arch = weights.check(tensors)
+            weights.check_finite(tensors)
+            return tensors, arch, _frames_per_pass(frames_per_pass)
 
         tensors, arch, per_pass = setup(checked, "check its weights")
         ops = setup(lambda: _backend(backend, *_placement(tensors, device, dtype)), "start its backend")
@@ -291,7 +293,8 @@ def why_not(
     """The reason why ``Decoder.from_state_dict`` would refuse, found without building or copying anything, or None.
 
     Args:
-        state_dict: the weights to check; without them only device, type and backend are.
+        state_dict: the weights to check, by name, shape and type but not by value; without them only device, type and
+            backend are.
         device: as for ``from_state_dict``; without it and without weights, the CPU.
         dtype: as for ``from_state_dict``.
         backend: as for ``from_state_dict``; "auto" always finds one.

@@ -16,7 +16,7 @@ class InputError(DecodeError, ValueError):
 
 
 class WeightsError(DecodeError, ValueError):
-    """The state dict is not a Wan2.2 decoder: lists all that is missing, unexpected or misshapen."""
+    """The state dict is not a Wan2.2 decoder, or holds values that are not finite; says which tensors."""
 
 
 class BackendUnavailableError(DecodeError):

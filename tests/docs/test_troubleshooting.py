@@ -24,8 +24,13 @@ REASONS = (
 )
 """Modules whose functions return messages."""
 
-BUGS = ("the input of a Winograd conv was written", "a Winograd conv cannot write", "interpolation points must be")
-"""Messages of misuse inside the package, which no user's input reaches."""
+BUGS = (
+    "the input of a Winograd conv was written",
+    "a Winograd conv cannot write",
+    "interpolation points must be",
+    "module … has no attribute",
+)
+"""Messages of misuse inside the package, which no user's input reaches, and Python's own."""
 
 
 def message(node):

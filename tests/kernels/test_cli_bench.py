@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wan22_vae_decode.cli import bench
+
 SMALL = ("--channels", 8, "--size", "32x16x5", "--device", "cpu", "--repeats", 2)
 
 
@@ -53,10 +55,38 @@ def test_row_that_cannot_run_is_status_1_beside_those_that_do(cli):
     assert float(second.split()[2]) >= 0
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/"])
-def test_names_that_name_no_file_are_refused_before_anything_is_timed(name, cli):
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "{}", "{}/", "{}/absent/", "{}/times/."])
+def test_names_of_folders_are_refused_before_anything_is_timed(name, cli, tmp_path):
+    name = name.format(tmp_path)
     ended = cli("bench", *SMALL, "--out", name)
-    assert ended == (2, "", f"error: --out {name or '.'} names a folder; give the files a name in it\n")
+    assert ended == (2, "", f"error: --out {name} names a folder; give the files a name in it\n")
+
+
+@pytest.mark.parametrize("kind", ["json", "png"])
+def test_files_that_cannot_be_written_are_refused_before_anything_is_timed(kind, cli, tmp_path, monkeypatch):
+    def refusal(name):
+        ended = cli("bench", *SMALL, "--out", name)
+        assert ended.status == 2
+        assert not ended.out
+        return ended.err.replace(str(name), "NAME")
+
+    (tmp_path / f"times.{kind}").mkdir()
+    assert refusal(tmp_path / "times") == f"error: --out: NAME.{kind} cannot be written: Is a directory\n"
+    (tmp_path / f"loop.{kind}").symlink_to(f"loop.{kind}")
+    assert "Too many levels of symbolic links" in refusal(tmp_path / "loop")
+    # In a folder where nobody, not even root, can make a file.
+    assert refusal("/proc/times") == "error: --out: NAME.json cannot be written: No such file or directory\n"
+    assert refusal(tmp_path / ("n" * 252)) == "error: --out: NAME.json cannot be written: File name too long\n"
+    assert {path.stem for path in tmp_path.iterdir()} == {"times", "loop"}
+
+
+def test_older_files_stay_until_there_are_new_ones(cli, tmp_path):
+    for file, target in ((tmp_path / "times.json", "older.json"), (tmp_path / "times.png", "not yet")):
+        file.symlink_to(target)
+    (tmp_path / "older.json").write_text("older")
+    assert bench._files(str(tmp_path / "times")) == (tmp_path / "times.json", tmp_path / "times.png")
+    assert (tmp_path / "older.json").read_text() == "older"
+    assert {path.name for path in tmp_path.iterdir()} == {"times.json", "times.png", "older.json"}
 
 
 def test_refusals(cli, tmp_path):
@@ -64,10 +94,6 @@ def test_refusals(cli, tmp_path):
     assert ended == (2, "", f"error: there is no folder {tmp_path / 'absent'} for --out\n")
     ended = cli("bench", *SMALL, "--vae", tmp_path)
     assert ended == (2, "", f"error: {tmp_path} holds no *.safetensors, nor does a folder vae in it\n")
-    (tmp_path / "times.json").mkdir()
-    ended = cli("bench", *SMALL, "--only", "torch:float32", "--out", tmp_path / "times")
-    assert ended.status == 2
-    assert ended.err.endswith(f"error: --out {tmp_path / 'times'} cannot be written: Is a directory\n")
 
 
 def test_folder_of_other_weights_is_status_2(cli, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`decode`: the file holds the decoder's frames, whole or not at all."""
 
+import errno
 import json
 import os
 import shlex
@@ -15,11 +16,12 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
-from wan22_vae_decode.cli.video_file import VideoFile
+from wan22_vae_decode.cli import checkpoint
+from wan22_vae_decode.cli.video_file import SUFFIXES, VideoFile
 
 
 @pytest.fixture
@@ -111,17 +113,13 @@ def test_normalized_latents_are_denormalised_by_the_config(cli, saved, vae_folde
     assert_close(frames_of(out / "v.mp4"), expected(state_dict, z * std + mean))
 
 
-@pytest.mark.parametrize("source", ["latents", "config"])
-def test_nan_is_told(source, cli, vae_folder, out, tmp_path):
-    z, folder = np.zeros((1, 4, 1, 2, 2), dtype=np.float32), tmp_path / "vae"
-    shutil.copytree(vae_folder, folder)
-    if source == "latents":
-        z[..., 0] = np.nan
-    else:
-        (folder / "config.json").write_text('{"latents_mean": [0, 0, 0, 0], "latents_std": [1, NaN, 1, 1]}')
+def test_nan_is_told(cli, vae_folder, out, tmp_path):
+    z = np.zeros((1, 4, 1, 2, 2), dtype=np.float32)
+    z[..., 0] = np.nan
     np.save(tmp_path / "z.npy", z)
-    command = ("decode", tmp_path / "z.npy", "--vae", folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu")
-    ended = cli(*command)
+    ended = cli(
+        "decode", tmp_path / "z.npy", "--vae", vae_folder, "-o", out / "v.mp4", "--normalized", "--device", "cpu"
+    )
     assert ended.status == 0
     assert ended.err == "warning: the latents hold NaN or infinite values, which spoil the video\n"
 
@@ -133,6 +131,15 @@ def test_quality_is_crf_s(cli, saved, vae_folder, out):
         cli("decode", saved / "z.npy", "--vae", vae_folder, "-o", file, "--crf", crf, "--device", "cpu")
         sizes.append(file.stat().st_size)
     assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("fps", [0.001, 24000 / 1001, 999])
+def test_every_rate_that_is_taken_is_the_file_s(fps, suffix, out):
+    with VideoFile(out / f"v{suffix}", fps, 18) as file:
+        file.write(torch.zeros(3, 9, 16, 16, dtype=torch.uint8))
+    assert len(frames_of(out / f"v{suffix}")) == 9
+    assert next(imageio_ffmpeg.read_frames(str(out / f"v{suffix}")))["fps"] == pytest.approx(fps, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["12:30.mp4", "n" * 245 + ".mp4", "\N{SNOWMAN}" * 80 + ".mkv"])
@@ -222,6 +229,21 @@ def test_latents_that_cannot_be_read(cli, saved, vae_folder, out):
     assert refusal("code.pt").startswith("FILE cannot be read as pt: ")
 
 
+@pytest.mark.parametrize("file", ["latents", "weights"])
+def test_files_that_may_not_be_read_are_not_called_missing(file, cli, saved, vae_folder, out, monkeypatch):
+    denied = saved / "z.safetensors" if file == "latents" else vae_folder / "diffusion_pytorch_model-1.safetensors"
+
+    def opened(path, *arguments):
+        # Root may read every file.
+        if path == denied:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "open", opened, raising=False)
+    line = refused(cli, saved / "z.safetensors", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    assert line == f"{denied} cannot be read: Permission denied"
+
+
 @pytest.mark.parametrize(
     ("shape", "sentence"),
     [
@@ -265,6 +287,17 @@ def test_a_tensor_that_two_files_hold_is_refused(cli, saved, vae_folder, out, tm
     line = refused(cli, saved / "z.pt", "--vae", tmp_path / "twice", "-o", out / "v.mp4", "--device", "cpu")
     assert f"z{file.name} holds" in line
     assert "as another file in" in line
+
+
+def test_weights_that_are_not_finite_are_refused(cli, saved, vae_folder, out, tmp_path, state_dict):
+    shutil.copytree(vae_folder, tmp_path / "vae")
+    for file in (tmp_path / "vae").glob("*-1.safetensors"):
+        tensors = load_file(file)
+        tensors["decoder.norm_out.gamma"][2] = np.nan
+        save_file(tensors, file)
+    line = refused(cli, saved / "z.pt", "--vae", tmp_path / "vae", "-o", out / "v.mp4", "--device", "cpu")
+    assert line == "the weights hold NaN or infinite values, in decoder.norm_out.gamma; load or copy them again"
+    assert not list(out.iterdir())
 
 
 def test_vae_of_a_pipeline_is_found_beside_other_tensors(cli, saved, vae_folder, out, tmp_path):
@@ -312,6 +345,22 @@ def test_full_disk_of_the_output_is_told(saved, vae_folder, out):
         (
             '{"latents_mean": [0.0], "latents_std": [1.0]}',
             "FILE gives latents_mean and latents_std for other than 4 channels",
+        ),
+        (
+            '{"latents_mean": [0, 0, NaN, 0], "latents_std": [1, 1, 1, 1]}',
+            "FILE gives no finite latents_mean: that of channel 2 is nan",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [0, 0, 0, 0]}',
+            "FILE gives no positive, finite latents_std: that of channel 0 is 0",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, 1, 1, -2]}',
+            "FILE gives no positive, finite latents_std: that of channel 3 is -2",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, Infinity, NaN, 1]}',
+            "FILE gives no positive, finite latents_std: that of channel 1 is inf",
         ),
     ],
 )
@@ -403,8 +452,11 @@ true
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_interrupted_run_leaves_nothing(how, status, stuck, vae_folder, out, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "times", "status"),
+    [(signal.SIGINT, 1, 130), (signal.SIGINT, 4, 130), (signal.SIGTERM, 1, 143), (signal.SIGHUP, 1, 129)],
+)
+def test_interrupted_run_leaves_nothing(how, times, status, stuck, vae_folder, out, tmp_path):
     np.save(tmp_path / "long.npy", np.zeros((1, 4, 2000, 4, 4), dtype=np.float32))
     command = [sys.executable, "-m", "wan22_vae_decode", "decode", tmp_path / "long.npy", "--vae", vae_folder]
     command += ["-o", out / "v.mp4", "--frames-per-pass", "8", "--device", "cpu"]
@@ -427,8 +479,10 @@ def test_interrupted_run_leaves_nothing(how, status, stuck, vae_folder, out, tmp
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < limit
         time.sleep(0.05)
-    process.send_signal(how)
+    for _ in range(times):
+        process.send_signal(how)
+        time.sleep(0.1)
     _, err = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "Traceback" not in err
+    assert err == ("interrupted\n" if how == signal.SIGINT else "")
     assert not list(out.iterdir())

@@ -60,6 +60,7 @@ def test_machine_that_is_well(hopper, findings, cli):
     assert found["arch"].value == "sm_90a"
     assert found["nvcc"].value.startswith("13.0, ")
     assert found["cache"].value == str(hopper / "cache")
+    assert not list(hopper.iterdir()), "it makes nothing that stays"
     assert found["kernels"].value == "built at first use, or by `wan22-vae-decode build`"
     ended = cli("doctor")
     assert ended.status == 0
@@ -155,10 +156,10 @@ def test_other_missing_tools(tool, hopper, findings, monkeypatch):
     assert found[tool] == Finding(tool, "not found", "not there; pip install it.")
 
 
-def test_cache_that_cannot_be_written(hopper, findings, monkeypatch):
-    blocked = hopper / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(blocked / "cache"))
+@pytest.mark.parametrize("folder", ["{}/file/cache", "/proc/cache", "/proc/folder/cache"])
+def test_cache_that_cannot_be_written(folder, hopper, findings, monkeypatch):
+    (hopper / "file").write_text("")
+    monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", folder.format(hopper))
     _, found = findings()
     assert found["cache"].problem == "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can"
 

@@ -68,8 +68,15 @@ def test_module_runs_as_a_program():
         (("verify", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("verify", "--backend", "jax"), "invalid choice: 'jax'"),
         (("decode", "z.npy", "-o", "z.mp4"), "the following arguments are required: --vae"),
-        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "0"), "0 is not from 0 to 1000 frames a second"),
-        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "x"), "x is not from 0 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "", "-o", "z.mp4"), "argument --vae: an empty name is no file or folder"),
+        (("decode", "", "--vae", "v", "-o", "z.mp4"), "argument latents: an empty name is no file or folder"),
+        (("decode", "z.npy", "--vae", "v", "-o", ""), "argument -o/--output: an empty name is no file or folder"),
+        (("verify", "--vae", ""), "argument --vae: an empty name is no file or folder"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "0"), "0 is not from 0.001 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "x"), "x is not from 0.001 to 1000 frames a second"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "1e-9"), "1e-9 is not from 0.001 to 1000 frames"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "1e9"), "1e9 is not from 0.001 to 1000 frames"),
+        (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--fps", "nan"), "nan is not from 0.001 to 1000 frames"),
         (("decode", "z.npy", "--vae", "v", "-o", "z.mp4", "--crf", "52"), "52 is no whole number from 0 to 51"),
     ],
 )
@@ -121,7 +128,8 @@ def test_interrupt_is_one_word_and_status_130(cli, monkeypatch):
 
 def test_ignored_signals_stay_ignored_and_others_get_their_handlers_back(cli, monkeypatch):
     seen = []
-    monkeypatch.setattr(doctor, "run", lambda _: seen.extend(map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))))
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    monkeypatch.setattr(doctor, "run", lambda _: seen.extend(map(signal.getsignal, numbers)))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         cli("doctor")
@@ -131,17 +139,19 @@ def test_ignored_signals_stay_ignored_and_others_get_their_handlers_back(cli, mo
     assert callable(seen[0])
     assert seen[1] == signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert seen[2] != signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-@pytest.mark.parametrize("to_terminate", [signal.SIGTERM, signal.SIGHUP])
-def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, cli, monkeypatch):
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to_terminate", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, second, cli, monkeypatch):
     unwound = []
 
     def run(arguments):
         try:
             signal.raise_signal(to_terminate)
         finally:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(second)
             unwound.append(True)
 
     monkeypatch.setattr(doctor, "run", run)
@@ -151,6 +161,39 @@ def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, cli, monke
     finally:
         signal.signal(signal.SIGHUP, before)
     assert unwound
+
+
+def run_program(program, *arguments, path=""):
+    """A Python program on which an interrupt has its usual effect, as it has not in a shell's background jobs."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+SCRIPT = ("-c", "import sys; from wan22_vae_decode.__main__ import main; sys.exit(main())")
+
+
+@pytest.mark.parametrize("program", [("-m", "wan22_vae_decode"), SCRIPT], ids=["module", "script"])
+def test_interrupt_while_torch_is_loaded_is_one_word_and_status_130(program, tmp_path):
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise RuntimeError\n")
+    ended = run_program(program, "doctor", path=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_interrupt_after_the_end_changes_nothing():
+    late = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); " + SCRIPT[1]
+    ended = run_program(("-c", late), "build", "--arch", "sm_75")
+    assert ended.returncode == 2
+    ended = run_program(("-c", late), "decode", "absent.npy", "--vae", "absent", "-o", "out.mp4")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: absent is no folder; ")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_reader_that_ends_early_ends_the_command_quietly():

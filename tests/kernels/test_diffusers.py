@@ -436,6 +436,21 @@ def test_lack_of_memory_is_diffusers_own_decode(vae, reference_vae, latents, lin
     assert "a pass of 1 latent frames needs" in lines[0]
 
 
+def test_weights_that_are_not_finite_are_diffusers_own(vae, latents, lines):
+    z = latents(2, 3, 2)
+    fast_decode.enable(vae, **TORCH)
+    vae.decode(z)
+    with torch.no_grad():
+        vae.decoder.conv_out.bias[4] = torch.nan
+    for _ in range(2):
+        assert vae.decode(z).sample.isnan().any()
+    assert lines == [
+        "decoding with diffusers' own decode: the weights hold NaN or infinite values, in decoder.conv_out.bias; load "
+        "or copy them again"
+    ]
+    assert vae._fast_decode.prepared.decoder is None
+
+
 def test_wrong_latents_raise_what_diffusers_raises(vae, reference_vae, lines):
     z = torch.zeros(1, 7, 2, 3, 2, dtype=torch.float64)
     fast_decode.enable(vae, **TORCH)

@@ -186,7 +186,9 @@ def test_slow_code_fails_the_build(world, word, message):
     assert not [path for path in world.cache.iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize("damage", ["library", "missing library", "manifest", "no manifest", "key", "owner"])
+@pytest.mark.parametrize(
+    "damage", ["library", "missing library", "manifest", "no manifest", "no files", "key", "owner"]
+)
 def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, damage):
     folder = world.build()
     good = (folder / "libkernels.so").read_bytes()
@@ -199,6 +201,9 @@ def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, damage):
         manifest.write_text("{")
     elif damage == "no manifest":
         manifest.unlink()
+    elif damage == "no files":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+        (folder / "libkernels.so").unlink()
     elif damage == "key":
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "key": "other"}))
     else:

@@ -70,6 +70,22 @@ def test_one_error_lists_everything_that_is_wrong(make_state_dict):
     assert why_not(tensors) == message
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tensor: tensor.to(torch.int8), "not floating-point: {} (torch.int8), "),
+        (lambda tensor: tensor.to("meta"), "without data (meta device): {}, "),
+        (lambda tensor: [], "but these are none: {} (list), "),
+    ],
+)
+def test_an_error_about_every_tensor_names_the_first_few(change, kind, state_dict):
+    with pytest.raises(WeightsError) as refusal:
+        Decoder.from_state_dict({name: change(tensor) for name, tensor in state_dict.items()})
+    assert kind.format("post_quant_conv.weight") in str(refusal.value)
+    assert str(refusal.value).endswith(" and 106 more")
+    assert len(str(refusal.value)) < 400
+
+
 @pytest.mark.parametrize("name", list(weights.expected_shapes(Architecture(8, 4)))[::9])
 def test_every_tensor_is_needed(name, state_dict):
     with pytest.raises(WeightsError, match=name):
@@ -83,6 +99,26 @@ def test_other_checkpoints_are_named(state_dict):
         Decoder.from_state_dict({"model.weight": torch.zeros(1)})
     with pytest.raises(WeightsError, match="has 2 dimensions instead of 5"):
         weights.check({"post_quant_conv.weight": torch.zeros(4, 4)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_refused_before_anything_is_prepared(dtype, value, make_state_dict, monkeypatch):
+    tensors = {name: tensor.to(dtype) for name, tensor in make_state_dict().items()}
+    monkeypatch.setattr(weights, "prepare", lambda *_, **__: pytest.fail("prepared them"))
+    tensors["decoder.conv_in.weight"][3, 1, 2, 0, 1] = value
+    sentence = "the weights hold NaN or infinite values, in decoder.conv_in.weight; load or copy them again"
+    for options in ({}, {"dtype": "float16"}):
+        with pytest.raises(WeightsError) as refusal:
+            Decoder.from_state_dict(tensors, **options)
+        assert str(refusal.value) == sentence
+    tensors["decoder.conv_out.bias"][0] = tensors["decoder.norm_out.gamma"][0] = value
+    with pytest.raises(WeightsError, match=r"in decoder\.conv_in\.weight and 2 other tensors; load"):
+        Decoder.from_state_dict(tensors)
+
+
+def test_largest_values_are_finite(state_dict):
+    weights.check_finite(state_dict | {"decoder.conv_out.bias": torch.full((12,), 1e308, dtype=torch.float64)})
 
 
 def test_fingerprint_sees_every_kind_of_change(make_state_dict):

@@ -59,11 +59,18 @@ def run_python() -> Run:
     A FastVideo worker that fails sends SIGQUIT to its parent, so generations never run inside pytest itself.
     """
 
-    def run(*arguments: str | Path, check: bool = True, timeout: float = 300, **environment: str):
+    def run(
+        *arguments: str | Path, check: bool = True, timeout: float = 300, cwd: Path | None = None, **environment: str
+    ):
         variables = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
         variables |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
         done = subprocess.run(
-            [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=variables
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=variables,
+            cwd=cwd,
         )
         if check and done.returncode:
             raise AssertionError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import imageio.v3
@@ -146,3 +147,14 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_before_loading(tmp_path,
     assert done.returncode
     assert "ValueError: PAN2's 4 attention heads cannot be shared by 3" in done.stderr
     assert "Loading" not in done.stdout
+
+
+def test_script_of_the_readme_needs_no_file_of_the_reader_s(run_python, tiny_checkpoint, tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "tiny").symlink_to(tiny_checkpoint)
+    run_python("script.py", cwd=tmp_path)
+    storm, photo = (imageio.v3.imread(tmp_path / f"{name}.mp4") for name in ("storm", "photo"))
+    assert storm.shape == photo.shape == (9, 64, 96, 3)
+    assert not np.array_equal(storm, photo)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastvideo.api.sampling_param import SamplingParam
+from fastvideo.models.dits import pan2_checkpoint
 from fastvideo.pipelines.pan2.checkpoint import check_checkpoint, read_index, with_local_components
 from fastvideo.pipelines.pan2.requests import check_output_path, check_request, load_image, to_rgb
 from hypothesis import given
@@ -229,6 +231,15 @@ def test_absent_weights_are_named(checkpoint, component):
         check(checkpoint)
 
 
+def test_weights_that_may_not_be_read_are_not_called_missing(checkpoint, monkeypatch):
+    def denied(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*\.safetensors"):
+        pan2_checkpoint.stored_shapes(checkpoint / "vae")
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "sentence"),
     [
@@ -240,6 +251,9 @@ def test_absent_weights_are_named(checkpoint, component):
         ),
         ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "uses dynamic shifting"),
         ("transformer/config.json", {"rope_axes_dim": 3}, "has a value of the wrong type"),
+        ("vae/config.json", {"latents_mean": [0.0] * 47 + [float("nan")]}, "gives a latents_mean that is not finite"),
+        ("vae/config.json", {"latents_std": [0.0] * 48}, "gives a latents_std that is not positive and finite"),
+        ("vae/config.json", {"latents_std": [1.0] * 47 + [float("inf")]}, "gives a latents_std that is not positive"),
     ],
 )
 def test_components_that_do_not_fit_are_refused(checkpoint, file, changes, sentence):

@@ -267,6 +267,20 @@ def test_weights_that_are_not_a_wan22_decoder_s_are_upstream_s(change, tiny, lin
     assert_fell_back(vae, z, theirs, lines, reason)
 
 
+@torch.no_grad()
+def test_weights_that_are_not_finite_are_upstream_s(tiny, lines):
+    vae, z = tiny.tiny_vae(**KERNEL), tiny.tiny_latents(frames=2)
+    decoded(vae, z)
+    lines.clear()
+    vae.decoder.conv_out.bias[4] = torch.nan
+    for decode in (vae.decode, lambda z: vae.frames_on_first_rank(z, is_writer=True)):
+        assert decode(z).isnan().any()
+        assert vae.decode_report()["decode_path"] == "FastVideo"
+    assert lines == [
+        FALLBACK + "the weights hold NaN or infinite values, in decoder.conv_out.bias; load or copy them again"
+    ]
+
+
 def test_module_without_data_is_upstream_s(tiny):
     vae = tiny.tiny_vae(**KERNEL).to("meta")
     with torch.no_grad():

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,7 +70,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="what to time, for example cuda:float16 (default: all that is of use on the device)",
     )
     parser.add_argument("--repeats", type=options.positive, default=3, help="timed decodes of each (default: 3)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.json and the plot NAME.png")
+    parser.add_argument(
+        "--out",
+        metavar="NAME",
+        help="also write NAME.json and the plot NAME.png; NAME may lie in a folder that exists, but be none itself",
+    )
     options.add_device(parser)
     options.add_json(parser)
     return parser
@@ -77,8 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the table; 1 if a row has a problem."""
     device = options.device(arguments.device)
     on_gpu = device.type == "cuda"
-    if arguments.out is not None:
-        _check_out(arguments.out)
+    files = () if arguments.out is None else _files(arguments.out)
     given = subject.read(arguments, device, GPU_SIZE)
     rows = []
     for backend, dtype in arguments.only or (GPU_ROWS if on_gpu else CPU_ROWS):
@@ -94,17 +100,41 @@ def run(arguments: argparse.Namespace) -> int:
         "rows": [asdict(row) for row in rows],
     }
     print(json.dumps(report, indent=1) if arguments.json else _table(report, rows))
-    if arguments.out is not None:
-        _write(report, rows, arguments.out)
+    if files:
+        _write(report, rows, *files)
     return 1 if any(row.problem for row in rows) else 0
 
 
-def _check_out(name: Path) -> None:
-    """Refuses before anything is timed what could not be written afterwards."""
-    if name.name in ("", ".."):
-        raise InputError(f"--out {name} names a folder; give the files a name in it")
+def _files(out: str) -> tuple[Path, Path]:
+    """NAME.json and NAME.png; refuses before anything is timed what could not be written afterwards."""
+    name = Path(out)
+    # A name that ends in a slash ends in an empty part.
+    if os.path.basename(out) in ("", ".", "..") or name.is_dir():
+        raise InputError(f"--out {out} names a folder; give the files a name in it")
     if not name.parent.is_dir():
         raise InputError(f"there is no folder {name.parent} for --out")
+    files = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.png")
+    for file in files:
+        with _writing(file):
+            _try(Path(os.path.realpath(file)))
+    return files
+
+
+def _try(file: Path) -> None:
+    """Raises OSError where a file could not be written, and leaves all as it is."""
+    if file.exists():
+        with file.open("r+b"):
+            return
+    file.touch()
+    file.unlink()
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--out: {file} cannot be written: {error.strerror or error}") from error
 
 
 def _timed(row: Row, given: subject.Subject, repeats: int) -> Row:
@@ -151,18 +181,17 @@ def _table(report: dict[str, Any], rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _write(report: dict[str, Any], rows: list[Row], name: Path) -> None:
-    """NAME.json and, where matplotlib is there, NAME.png."""
-    written = [name.with_name(f"{name.name}.json")]
-    try:
-        written[0].write_text(json.dumps(report, indent=1) + "\n")
-        pyplot = optional("matplotlib.pyplot", "the plot")
-        measured = [row for row in rows if row.seconds is not None]
-        if pyplot is not None and measured:
-            written.append(name.with_name(f"{name.name}.png"))
-            _plot(pyplot, report, measured, written[1])
-    except OSError as error:
-        raise InputError(f"--out {name} cannot be written: {error.strerror or error}") from error
+def _write(report: dict[str, Any], rows: list[Row], table: Path, plot: Path) -> None:
+    """The report and, where matplotlib is there, the plot."""
+    with _writing(table):
+        table.write_text(json.dumps(report, indent=1) + "\n")
+    written = [table]
+    pyplot = optional("matplotlib.pyplot", "the plot")
+    measured = [row for row in rows if row.seconds is not None]
+    if pyplot is not None and measured:
+        with _writing(plot):
+            _plot(pyplot, report, measured, plot)
+        written.append(plot)
     print(", ".join(map(str, written)), file=sys.stderr)
 
 

@@ -29,14 +29,29 @@ def vae_folder(folder: Path) -> Path:
     raise InputError(f"{folder} holds no *.safetensors, nor does a folder vae in it")
 
 
+def check_readable(path: Path) -> None:
+    """Safetensors itself says of every file that it cannot open that there is none.
+
+    Raises:
+        InputError: with the system's reason.
+    """
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The decoder's tensors, on the CPU.
 
     Raises:
+        InputError: a file may not be read.
         WeightsError: a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        check_readable(path)
         try:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if name.startswith(("post_quant_conv.", "decoder."))]  # noqa: SIM118
@@ -52,7 +67,7 @@ def read_normalisation(folder: Path, channels: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the latents' channels, [channels] float64 each.
 
     Raises:
-        InputError: ``config.json`` does not give them.
+        InputError: ``config.json`` does not give them, or other numbers than a mean and a deviation can be.
     """
     path = folder / "config.json"
     try:
@@ -64,4 +79,11 @@ def read_normalisation(folder: Path, channels: int) -> tuple[Tensor, Tensor]:
         ) from error
     if mean.shape != (channels,) or std.shape != (channels,):
         raise InputError(f"{path} gives latents_mean and latents_std for other than {channels} channels")
+    for name, values, right in (
+        ("finite latents_mean", mean, mean.isfinite()),
+        ("positive, finite latents_std", std, std.isfinite() & (std > 0)),
+    ):
+        if not right.all():
+            channel = int(right.logical_not().nonzero()[0])
+            raise InputError(f"{path} gives no {name}: that of channel {channel} is {values[channel]:g}")
     return mean, std

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +33,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "decoded. An interrupted or failed run leaves no file, and an older one of that name as it was.",
     )
     parser.add_argument(
-        "latents", type=Path, help=".safetensors, .pt, .pth or .npy with [z, T, H, W] or [1, z, T, H, W]"
+        "latents", type=options.path, help=".safetensors, .pt, .pth or .npy with [z, T, H, W] or [1, z, T, H, W]"
     )
     parser.add_argument(
-        "--vae", type=Path, required=True, help="folder of the VAE, or of a whole pipeline, in diffusers' layout"
+        "--vae",
+        type=options.path,
+        required=True,
+        help="folder of the VAE, or of a whole pipeline, in diffusers' layout",
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, help=".mp4, .mkv or .mov")
+    parser.add_argument("-o", "--output", type=options.path, required=True, help=".mp4, .mkv or .mov")
     parser.add_argument("--key", help="name of the tensor, in a file of several (default: latents, or the only one)")
     parser.add_argument(
         "--normalized",
@@ -48,7 +50,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "latents_std and latents_mean added, both from the VAE's config.json. Without this option they are decoded "
         "as they are",
     )
-    parser.add_argument("--fps", type=_fps, default=24.0, help="frames a second (default: 24)")
+    parser.add_argument("--fps", type=_fps, default=24.0, help="frames a second, 0.001 to 1000 (default: 24)")
     parser.add_argument("--crf", type=_crf, default=18, help="quality, 0 (lossless) to 51 (worst) (default: 18)")
     options.add_decoder(parser)
     options.add_json(parser)
@@ -134,8 +136,9 @@ def _fps(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000 frames a second")
+    # Of slower videos ffmpeg makes no .mp4; a .mkv counts milliseconds.
+    if not 0.001 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.001 to 1000 frames a second")
     return value
 
 

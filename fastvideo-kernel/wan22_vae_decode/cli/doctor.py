@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -150,10 +150,13 @@ def _cache() -> Finding:
         folder = cache_folder()
     except jit.BuildError as error:
         return Finding("cache", "none", str(error))
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return Finding("cache", str(folder))
-    return Finding("cache", str(folder), "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can")
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        # Permissions do not tell of all that keeps a folder from being made, as in /proc.
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError:
+        return Finding("cache", str(folder), "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can")
+    return Finding("cache", str(folder))
 
 
 def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool) -> Finding:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from wan22_vae_decode.cli.checkpoint import check_readable
 from wan22_vae_decode.cli.extras import MissingExtraError, require
 from wan22_vae_decode.errors import InputError
 
@@ -26,7 +27,7 @@ def read_latents(path: Path, key: str | None) -> Tensor:
         key: the tensor's name in a file that holds several; by default "latents", or the only one.
 
     Raises:
-        InputError: no such file, damaged, of another kind or shape.
+        InputError: no such file, not readable, damaged, of another kind or shape.
     """
     latents = _only(_contents(path), path, key)
     plain = latents.layout == torch.strided and not latents.is_nested and latents.device.type != "meta"
@@ -50,6 +51,7 @@ def _contents(path: Path) -> Any:
     kind = path.suffix.lower()
     if kind not in _READERS:
         raise InputError(f"{path} is none of {', '.join(_READERS)}")
+    check_readable(path)
     try:
         return _READERS[kind](path)
     except MissingExtraError:

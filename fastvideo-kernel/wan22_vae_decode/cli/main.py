@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _unwinding():
             return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return SIGNALLED + signal.SIGINT
     except BrokenPipeError:
         # Who reads our output has ended.
         _drop_output()
@@ -87,9 +90,6 @@ def _run(argv: Sequence[str] | None) -> int:
         first_line = next(iter(str(error).splitlines()), "Python's own")
         print(f"error: out of memory: {first_line}", file=sys.stderr)
         return CANNOT_RUN
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return SIGNALLED + signal.SIGINT
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -99,17 +99,19 @@ def _out_of_memory(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _unwinding() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind the program, so that what is unfinished goes: files, compilers."""
+    """Lets SIGINT, SIGTERM and SIGHUP unwind the program, once, so that what is unfinished goes: files, compilers."""
     # What is ignored stays so: that is how nohup works. Only the main thread may choose.
     on_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGHUP) if on_main_thread else ()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if on_main_thread else ()
     before = {number: signal.getsignal(number) for number in numbers}
     heeded = [number for number in numbers if before[number] != signal.SIG_IGN]
 
     def end(number: int, frame: FrameType | None) -> None:
-        # A session's end sends both, and the second must not interrupt what the first began.
+        # A session's end sends two, and the impatient interrupt twice; the second must not end what the first began.
         for each in heeded:
             signal.signal(each, lambda *_: None)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(SIGNALLED + number)
 
     for number in heeded:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -93,6 +94,13 @@ def frames_per_pass(text: str) -> int | Literal["auto"]:
     if not text.isdecimal() or not 1 <= int(text) <= memory.MAX_FRAMES:
         raise argparse.ArgumentTypeError(f"{text} is neither auto nor from 1 to {memory.MAX_FRAMES}")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A file or a folder; pathlib takes an empty name, often that of an unset variable, for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name is no file or folder")
+    return Path(text)
 
 
 def positive(text: str) -> int:

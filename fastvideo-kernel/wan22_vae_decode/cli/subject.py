@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,9 @@ class Subject(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser, gpu_size: tuple[int, int, int]) -> None:
-    parser.add_argument("--vae", type=Path, help="folder of a VAE whose weights to take (default: random weights)")
+    parser.add_argument(
+        "--vae", type=options.path, help="folder of a VAE whose weights to take (default: random weights)"
+    )
     options.add_size(parser, *("x".join(map(str, size)) for size in (gpu_size, CPU_SIZE)))
 
 

@@ -85,6 +85,8 @@ class Entry:
             return f"owned by user {owner}"
         if key != self.key:
             return f"written for {key}"
+        if not files:
+            return "no files in its manifest"
         for name, digest in files.items():
             path = self.folder / name
             if not path.is_file() or sha256(path) != digest:

@@ -94,6 +94,7 @@ def stored_shapes(folder: Path) -> tuple[Shapes, list[str]]:
 
     Raises:
         FileNotFoundError: there are no such files, or the index names others.
+        OSError: a file may not be read.
         ValueError: a file is damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
@@ -105,6 +106,8 @@ def stored_shapes(folder: Path) -> tuple[Shapes, list[str]]:
     shapes: Shapes = {}
     repeated = []
     for file in files:
+        # safetensors itself says of a file that it may not open that there is none.
+        file.open("rb").close()
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)

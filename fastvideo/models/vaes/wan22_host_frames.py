@@ -13,8 +13,9 @@ from torch import Tensor
 def collect(passes: Iterator[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The passes of a uint8 video as the float32 video from which FastVideo's writer makes the same bytes.
 
-    The writer takes floats in [0, 1], truncates them times 255, and does so wherever they lie. A thread converts each
-    pass while the next one is computed.
+    The writer takes floats in [0, 1], truncates them times 255, and does so wherever they lie: bytes, a quarter of the
+    memory, would not do, since FastVideo's decoding stage makes floats of them and its writer multiplies those by 255
+    all the same. A thread converts each pass while the next one is computed.
 
     Args:
         passes: [B, 3, f, H, W] each, uint8, in host memory.

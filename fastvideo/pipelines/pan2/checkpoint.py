@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -161,7 +162,16 @@ def _vae_shapes(folder: Path, config: Mapping[str, Any]) -> pan2_checkpoint.Shap
             vae = AutoencoderKLWan(vae_config)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{folder / 'config.json'} does not describe a Wan VAE ({error}).") from error
+    _check_normalisation(folder / "config.json", vae_config.arch_config)
     return {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+
+
+def _check_normalisation(file: Path, arch: Any) -> None:
+    """Raises ValueError if the latents' mean and deviation would leave no picture of any video."""
+    if not all(map(math.isfinite, arch.latents_mean)):
+        raise ValueError(f"{file} gives a latents_mean that is not finite: download or copy it again.")
+    if not all(0 < value < math.inf for value in arch.latents_std):
+        raise ValueError(f"{file} gives a latents_std that is not positive and finite: download or copy it again.")
 
 
 def check_tokenizer(folder: Path) -> None:
