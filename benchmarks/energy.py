@@ -99,7 +99,7 @@ class Meter:
 
     def _check(self, status: int) -> None:
         if status:
-            raise RuntimeError(f"NVML gave status {status}: this GPU or driver does not tell its energy")
+            raise RuntimeError(f"NVML gave status {status}")
 
 
 class Bench:
@@ -204,7 +204,11 @@ def main() -> int:
         print("This benchmark needs an NVIDIA GPU with CUDA kernels: `wan22-vae-decode doctor` tells.", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
-    meter = Meter(device)
+    try:
+        meter = Meter(device)
+    except (OSError, RuntimeError) as error:
+        print(f"The driver's energy counter cannot be read: {error}", file=sys.stderr)
+        return 2
     ops = backends.create("cuda", device, torch.float16)
     assert isinstance(ops, CudaBackend)
     bench = Bench(meter, arguments.seconds)
