@@ -31,7 +31,9 @@ import decode_weights
 import torch
 from torch import Tensor
 
+from wan22_vae_decode import backends
 from wan22_vae_decode.accuracy import strict_float32
+from wan22_vae_decode.backends.cuda.backend import CudaBackend
 
 Decode = Callable[[Tensor], Tensor]
 
@@ -324,6 +326,29 @@ def synchronize(device: torch.device) -> None:
 def allocated(device: torch.device) -> int:
     """Bytes that tensors hold on the GPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def float16_kernels() -> CudaBackend | None:
+    """The kernels on the current GPU; None, and a line on stderr, where there is no GPU."""
+    if not torch.cuda.is_available():
+        print("This benchmark needs an NVIDIA GPU with CUDA kernels: `wan22-vae-decode doctor` tells.", file=sys.stderr)
+        return None
+    backend = backends.create("cuda", torch.device("cuda", torch.cuda.current_device()), torch.float16)
+    assert isinstance(backend, CudaBackend)
+    return backend
+
+
+def write_report(file: Path, **figures: object) -> None:
+    """Writes figures of the current GPU as JSON, with what they depend on, and prints the file's name."""
+    report = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+        **figures,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    print(file)
 
 
 def versions() -> dict[str, str]:

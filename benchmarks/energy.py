@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import threading
@@ -21,21 +20,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import decode
 import decode_weights
+import ops
 import torch
 
-from wan22_vae_decode import Decoder, backends, winograd
-from wan22_vae_decode.backends.cuda import heuristics
+from wan22_vae_decode import Decoder, layers, winograd
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 
-# Level, frames, rows, columns, C_in, C_out, as in ops.py.
-CONVS = ((1, 8, 88, 156, 1024, 1024), (2, 8, 176, 312, 512, 512), (3, 8, 352, 624, 256, 256))
-DECODES = 4
-"""Timed decodes of 121 frames."""
+# Level, frames, rows, columns, channels, as in ops.py.
+CONVS = ((1, 8, 88, 156, 1024), (2, 8, 176, 312, 512), (3, 8, 352, 624, 256))
+LEAST_CALLS = 4
+"""Of a loop, however long a call takes."""
 
 
 @dataclass
@@ -110,16 +108,14 @@ class Bench:
         self.seconds = seconds
         self.rows: list[Row] = []
 
-    def row(
-        self, name: str, run: Callable[[], object], flops: float = 0.0, nbytes: float = 0.0, calls: int = 0
-    ) -> None:
-        """Runs for a third of the time to warm the card up, then for ``seconds``, or ``calls`` times."""
+    def row(self, name: str, run: Callable[[], object], flops: float = 0.0, nbytes: float = 0.0) -> None:
+        """Runs for a third of the time to warm the card up, then for ``seconds``."""
         run()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        calls = calls or max(2, round(self.seconds / (time.perf_counter() - begin)))
+        calls = max(LEAST_CALLS, round(self.seconds / (time.perf_counter() - begin)))
         for _ in range(-(-calls // 3)):
             run()
         torch.cuda.synchronize()
@@ -147,51 +143,28 @@ def time_references(bench: Bench, device: torch.device) -> None:
     bench.row("copy of 2 GiB", lambda: target.copy_(source), nbytes=8.0 * source.numel())
 
 
-def time_conv(bench: Bench, ops: CudaBackend, level: int, t: int, rows: int, cols: int, c_in: int, c_out: int) -> None:
-    """The three kernels of a Winograd conv's first band."""
-    columns = ops.winograd_columns(level, c_in, c_out, split_rows=False)
+def time_conv(bench: Bench, backend: CudaBackend, level: int, t: int, rows: int, cols: int, c: int) -> None:
+    """The three kernels of the first band of a Winograd conv with a residual."""
+    columns = backend.winograd_columns(level, c, c, split_rows=False)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=ops.dtype, device=ops.device)
+        return torch.randn(shape, dtype=backend.dtype, device=backend.device)
 
-    x, history = random(t, rows, cols, c_in), random(2, rows, cols, c_in)
-    residual = random(t, rows, cols, c_out)
-    weight = winograd.prepare_weight(random(c_out, 3, 3, 3, c_in) * (27 * c_in) ** -0.5, columns, ops.dtype)
-    gain, bias = torch.ones(c_in, device=ops.device), torch.randn(c_out, device=ops.device)
-    count, (down, across) = len(weight), winograd.tiles(rows, cols, columns)
-    tile_row = heuristics.tile_row_bytes(columns, cols, t, c_in, c_out, x.element_size())
-    band = heuristics.tile_rows_per_band(down, t, tile_row)
-    tiles, size = band * across, x.element_size()
-    components = x.new_empty(count, t + 2, band, across, c_in)
-    products = x.new_empty(count, t, band, across, c_out)
-    windows = components.as_strided((count, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
-    kept, out, kernels = torch.empty_like(history), torch.empty_like(residual), ops.kernels
-    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out} 4x{columns}"
-    pixels = min(4 * band, rows) * cols
-    bench.row(
-        f"winograd_input {shape}",
-        lambda: kernels.winograd_input(x, gain, history, None, 0, components, kept),
-        nbytes=((t + 2) * pixels * c_in + components.numel()) * float(size),
-    )
-    bench.row(
-        f"winograd GEMM {shape}",
-        lambda: kernels.tap_gemm(windows, weight, None, None, products.flatten(1, 3)),
-        flops=2.0 * count * 3 * t * tiles * c_in * c_out,
-    )
-    bench.row(
-        f"winograd_output {shape}",
-        lambda: kernels.winograd_output(products, bias, residual, 0, out),
-        nbytes=(2 * t * pixels * c_out + products.numel()) * float(size),
-    )
+    weight = winograd.prepare_weight(random(c, 3, 3, 3, c) * (27 * c) ** -0.5, columns, backend.dtype)
+    conv = layers.WinogradConv(weight, torch.randn(c, device=backend.device), columns)
+    x, history, skip = random(t, rows, cols, c), random(2, rows, cols, c), random(1, t, rows, cols, c)
+    norm = torch.ones(c, device=backend.device)
+    for part, run in ops.winograd_parts(backend, level, x, norm, history, conv, skip, torch.empty_like(x)):
+        bench.row(f"{part.op} {part.shape}", run, part.flops, part.nbytes)
 
 
-def time_decode(bench: Bench, ops: CudaBackend) -> None:
+def time_decode(bench: Bench, backend: CudaBackend) -> None:
     """Whole decodes of 121 frames at 704x1248."""
-    vae = decode_weights.random_vae(decode_weights.SETS[0], ops.device)
-    decoder = Decoder.from_state_dict(vae.state_dict(), device=ops.device, dtype="float16", backend=ops)
+    vae = decode_weights.random_vae(decode_weights.SETS[0], backend.device)
+    decoder = Decoder.from_state_dict(vae.state_dict(), device=backend.device, dtype="float16", backend=backend)
     del vae
-    latents = torch.randn(1, 48, 31, 44, 78, device=ops.device)
-    bench.row("decode of 121 frames", lambda: decoder.decode(latents), calls=DECODES)
+    latents = torch.randn(1, 48, 31, 44, 78, device=backend.device)
+    bench.row("decode of 121 frames", lambda: decoder.decode(latents))
 
 
 def main() -> int:
@@ -200,34 +173,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a loop (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("This benchmark needs an NVIDIA GPU with CUDA kernels: `wan22-vae-decode doctor` tells.", file=sys.stderr)
+    backend = decode.float16_kernels()
+    if backend is None:
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        meter = Meter(device)
+        meter = Meter(backend.device)
     except (OSError, RuntimeError) as error:
         print(f"The driver's energy counter cannot be read: {error}", file=sys.stderr)
         return 2
-    ops = backends.create("cuda", device, torch.float16)
-    assert isinstance(ops, CudaBackend)
     bench = Bench(meter, arguments.seconds)
     with torch.no_grad():
-        time_references(bench, device)
+        time_references(bench, backend.device)
         for conv in CONVS:
-            time_conv(bench, ops, *conv)
-        time_decode(bench, ops)
-    report = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device),
-        "versions": decode.versions(),
-        "limit_watts": meter.limit_watts(),
-        "rows": [asdict(row) for row in bench.rows],
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / "energy.json"
-    file.write_text(json.dumps(report, indent=1) + "\n")
-    print(file)
+            time_conv(bench, backend, *conv)
+        time_decode(bench, backend)
+    rows = [asdict(row) for row in bench.rows]
+    decode.write_report(arguments.out / "energy.json", limit_watts=meter.limit_watts(), rows=rows)
     return 0
 
 

@@ -291,30 +291,52 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
     row = Row("winograd_conv3d", shape, count, flops=flops)
     bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype], beside=False)
 
-    kernels, size = bench.ours.kernels, x.element_size()
-    band = heuristics.tile_rows_per_band(down, t, heuristics.tile_row_bytes(columns, cols, t, c_in, c_out, size))
+    for part, run_part in winograd_parts(bench.ours, level, x[0], norm, history[0], conv, skip, out[0]):
+        bench.part(part, run_part)
+
+
+def winograd_parts(
+    ops: CudaBackend,
+    level: int,
+    x: Tensor,
+    norm: Tensor,
+    history: Tensor,
+    conv: layers.WinogradConv,
+    skip: Tensor | None,
+    out: Tensor,
+) -> list[tuple[Row, Callable[[], None]]]:
+    """The three kernels of the first band of a Winograd conv of ``x``, [T, H, W, C_in], in their order: what each moves
+    or multiplies, and its launch.
+    """
+    t, rows, cols, c_in = x.shape
+    c_out, kernels, size = out.shape[-1], ops.kernels, x.element_size()
+    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
+    band = heuristics.tile_rows_per_band(down, t, heuristics.tile_row_bytes(conv.columns, cols, t, c_in, c_out, size))
     tiles = band * across
-    components = torch.empty(number, t + 2, band, across, c_in, dtype=x.dtype, device=x.device)
-    kept = torch.empty_like(history[0])
-    products = torch.empty(number, t, band, across, c_out, dtype=x.dtype, device=x.device)
-    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out}{suffix}"
+    components = x.new_empty(number, t + 2, band, across, c_in)
+    products = x.new_empty(number, t, band, across, c_out)
+    kept = torch.empty_like(history)
+    suffix = "" if skip is None else " +res"
+    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out} 4x{conv.columns}{suffix}"
 
     def transform_input() -> None:
-        kernels.winograd_input(x[0], norm, history[0], None, 0, components, kept)
+        kernels.winograd_input(x, norm, history, None, 0, components, kept)
 
     def multiply() -> None:
         windows = components.as_strided((number, t * tiles, 3, c_in), (components.stride(0), c_in, tiles * c_in, 1))
         kernels.tap_gemm(windows, conv.weight, None, None, products.flatten(1, 3))
 
     def transform_output() -> None:
-        kernels.winograd_output(products, conv.bias, None if skip is None else skip[0], 0, out[0])
+        kernels.winograd_output(products, conv.bias, None if skip is None else skip[0], 0, out)
 
     pixels = min(4 * band, rows) * cols
     read = (t + 2) * pixels * c_in * size
-    bench.part(Row("winograd_input", shape, 0, nbytes=read + components.numel() * size), transform_input)
-    bench.part(Row("winograd GEMM", shape, 0, flops=2.0 * number * 3 * t * tiles * c_in * c_out), multiply)
-    moved = products.numel() * size + (2 if residual else 1) * t * pixels * c_out * size
-    bench.part(Row("winograd_output", shape, 0, nbytes=moved), transform_output)
+    moved = products.numel() * size + (1 if skip is None else 2) * t * pixels * c_out * size
+    return [
+        (Row("winograd_input", shape, 0, nbytes=read + components.numel() * size), transform_input),
+        (Row("winograd GEMM", shape, 0, flops=2.0 * number * 3 * t * tiles * c_in * c_out), multiply),
+        (Row("winograd_output", shape, 0, nbytes=moved), transform_output),
+    ]
 
 
 def pointwise_row(bench, level, t, rows, cols, c_in, c_out, count) -> None:

@@ -11,11 +11,9 @@ Writes JSON to benchmarks/results.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import decode
 import decode_weights
 import torch
 
-from wan22_vae_decode import Decoder, backends
+from wan22_vae_decode import Decoder
 from wan22_vae_decode.accuracy import strict_float32
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 
@@ -58,12 +56,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="timed decodes of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("This benchmark needs an NVIDIA GPU with CUDA kernels: `wan22-vae-decode doctor` tells.", file=sys.stderr)
+    base = decode.float16_kernels()
+    if base is None:
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    base = backends.create("cuda", device, torch.float16)
-    assert isinstance(base, CudaBackend)
+    device = base.device
     rows: list[dict[str, Any]] = [{"columns": columns, "psnr_db": {}, "worst_frame_db": {}} for columns in CHOICES]
     for kind in decode_weights.SETS:
         vae = decode_weights.random_vae(kind, device)
@@ -81,16 +77,7 @@ def main() -> int:
             print(kind, row, flush=True)
             del decoder
             torch.cuda.empty_cache()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / "winograd_levels.json"
-    report = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device),
-        "versions": decode.versions(),
-        "rows": rows,
-    }
-    file.write_text(json.dumps(report, indent=1) + "\n")
-    print(file)
+    decode.write_report(arguments.out / "winograd_levels.json", rows=rows)
     return 0
 
 

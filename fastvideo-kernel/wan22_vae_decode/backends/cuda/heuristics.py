@@ -5,6 +5,8 @@ import torch
 
 from wan22_vae_decode import winograd
 from wan22_vae_decode.backends.cuda.targets import Target
+from wan22_vae_decode.geometry import FRAMES_PER_LATENT
+from wan22_vae_decode.memory import DEFAULT_SLAB
 
 WINOGRAD_COLUMNS = {1: 3, 2: 4, 3: 4}
 """Levels whose 3x3x3 convs run in Winograd form -> columns of a tile: what keeps a decode above 70 dB, and within
@@ -20,8 +22,8 @@ WINOGRAD_BYTES = 1792 << 20
 proportion of fewer: a pass that is cut smaller for want of memory shrinks in this too. Rows at the edges of bands are
 normalised twice: on an H200 121 frames take 25 ms less than with 640 MiB."""
 
-WINOGRAD_FRAMES = 8
-"""Frames of a slab of the default size at the levels whose convs run in Winograd form."""
+WINOGRAD_FRAMES = DEFAULT_SLAB * FRAMES_PER_LATENT
+"""Frames of a slab of the default size once time is doubled twice."""
 
 UPSAMPLE_WINOGRAD_LEVELS = (1, 2)
 """Levels whose upsampling convs run in Winograd form in float16: on an H200 it saves 40 ms of 121 frames at level 1
