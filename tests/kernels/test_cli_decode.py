@@ -223,6 +223,8 @@ def test_latents_that_cannot_be_read(cli, saved, vae_folder, out):
     assert refusal("z.npy", "--key", "y") == "FILE holds one tensor without a name; leave --key out"
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, saved / "several.safetensors")
     assert refusal("several.safetensors") == "FILE holds no tensor latents, but a, b; --key chooses one"
+    save_file({f"z{n}": torch.zeros(1) for n in range(10, 60)}, saved / "many.safetensors")
+    assert refusal("many.safetensors").endswith("but z10, z11, z12, z13 and 46 more; --key chooses one")
     torch.save([1, 2], saved / "list.pt")
     assert refusal("list.pt") == "FILE holds no tensor latents, but no tensor; --key chooses one"
     torch.save(os.system, saved / "code.pt")
