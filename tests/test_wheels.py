@@ -21,25 +21,34 @@ import wan22_vae_decode
 ROOT = Path(__file__).parents[1]
 
 
+CONSUMER = """\
+import wan22_vae_decode
+reveal_type(wan22_vae_decode.memory.readable(1))
+wan22_vae_decode.Decoder.from_state_dict(1)
+wan22_vae_decode.Decodr
+"""
+
+
 class Fresh(NamedTuple):
     """A virtual environment of the two wheels, whose other packages are this environment's."""
 
+    sources: Path
     wheels: dict[str, Path]
     bin: Path
     site: Path
 
-    def run(self, *command: str | Path) -> str:
-        """The output of one of its programs; fails the test with what it said."""
+    def run(self, *command: str | Path, cwd: Path | None = None, status: int = 0) -> str:
+        """The output of one of its programs; fails the test with what it said if that ends otherwise."""
         done = subprocess.run(
             [self.bin / command[0], *command[1:]],
             capture_output=True,
             text=True,
             check=False,
             timeout=300,
-            cwd=self.site,
+            cwd=cwd or self.site,
             env=_environment(),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
 
@@ -99,7 +108,7 @@ def fresh(tmp_path_factory) -> Fresh:
     # Only now, or pip would find the two installed already. A .pth in there, such as an editable installation's, is
     # not followed.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return Fresh(wheels, python.parent, site)
+    return Fresh(sources, wheels, python.parent, site)
 
 
 def test_wheels_hold_licences_types_and_sources(fresh):
@@ -141,3 +150,18 @@ def test_overlay_runs_from_its_wheel(fresh):
     where = fresh.run("python", "-W", "ignore", "-c", program).splitlines()[-1]
     assert where == str(fresh.site / "fastvideo" / "pipelines" / "pan2" / "__init__.py")
     assert "generate" in fresh.run("fastvideo-pan2", "--help")
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_type_checkers_see_the_decoder_s_types_and_no_others(editable, fresh, tmp_path):
+    if editable:
+        program = f"from setuptools.build_meta import build_editable; print(build_editable({str(tmp_path)!r}))"
+        built = fresh.run("python", "-c", program, cwd=fresh.sources / "fastvideo-kernel").splitlines()[-1]
+        _pip("--python", fresh.bin / "python", "install", "--no-deps", "--no-index", "--force-reinstall", tmp_path / built)
+    (tmp_path / "consumer.py").write_text(CONSUMER)
+    options = ("--follow-imports", "silent", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache")
+    said = fresh.run("python", "-m", "mypy", *options, "consumer.py", cwd=tmp_path, status=1)
+    revealed, call, name, _ = said.splitlines()
+    assert 'Revealed type is "str"' in revealed
+    assert 'incompatible type "int"; expected "Mapping[str, Tensor]"' in call
+    assert 'Module has no attribute "Decodr"' in name

@@ -28,6 +28,7 @@ def main() -> int:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Ends at once, since nothing is begun yet: an exception would go through half-loaded modules."""
+    signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(128 + number)

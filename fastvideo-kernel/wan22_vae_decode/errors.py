@@ -6,6 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
+_NAMED = 4
+"""Names of a kind that a message lists."""
+
 
 class DecodeError(RuntimeError):
     """Base of everything this package raises on purpose."""
@@ -35,6 +38,12 @@ class PeerError(DecodeError):
 
 class CommunicationError(DecodeError):
     """A rank failed, fell silent or was at another place; the decoder's communicator cannot be used again."""
+
+
+def listed(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan22_vae_decode import winograd
-from wan22_vae_decode.errors import WeightsError
+from wan22_vae_decode.errors import WeightsError, listed
 from wan22_vae_decode.geometry import OUT_CHANNELS, RESNETS, Architecture
 from wan22_vae_decode.layers import (
     Attention,
@@ -38,9 +38,6 @@ HEAD_CHANNELS = 112
 _PART_CHANNELS = 128
 """Output channels of an upsampling conv whose weights are transformed at a time."""
 
-_NAMED = 4
-"""Tensors of a kind that an error names."""
-
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,7 +56,7 @@ def decoder_tensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
     others = [f"{name} ({type(value).__name__})" for name, value in own.items() if not isinstance(value, Tensor)]
     if others:
-        raise WeightsError(f"a state dict must map names to tensors, but these are none: {_listed(others)}")
+        raise WeightsError(f"a state dict must map names to tensors, but these are none: {listed(others)}")
     return {name: detached(tensor) for name, tensor in own.items()}
 
 
@@ -125,22 +122,22 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected]
     if missing:
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if extra:
-        problems.append(f"unexpected: {_listed(extra)}")
+        problems.append(f"unexpected: {listed(extra)}")
     shared = [(name, tensors[name], shape) for name, shape in expected.items() if name in tensors]
     misshapen = [f"{name} {list(t.shape)} instead of {list(shape)}" for name, t, shape in shared if t.shape != shape]
     if misshapen:
-        problems.append(f"wrong shapes: {_listed(misshapen)}")
+        problems.append(f"wrong shapes: {listed(misshapen)}")
     mistyped = [f"{name} ({t.dtype})" for name, t, _ in shared if t.dtype not in _FLOATS]
     if mistyped:
-        problems.append(f"not floating-point: {_listed(mistyped)}")
+        problems.append(f"not floating-point: {listed(mistyped)}")
     sparse = [f"{name} ({t.layout})" for name, t, _ in shared if t.layout != torch.strided]
     if sparse:
-        problems.append(f"not dense: {_listed(sparse)}")
+        problems.append(f"not dense: {listed(sparse)}")
     unplaced = [name for name, t, _ in shared if t.device.type == "meta"]
     if unplaced:
-        problems.append(f"without data (meta device): {_listed(unplaced)}")
+        problems.append(f"without data (meta device): {listed(unplaced)}")
     if problems:
         raise WeightsError(f"not a Wan2.2 decoder of base width {arch.base}: {'; '.join(problems)}")
     return arch
@@ -148,18 +145,19 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
 
 @torch.no_grad()
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Looks for NaN and infinite values in checked tensors, wherever they lie: one reduction each, one wait at the end.
+    """Looks for values that are not finite in float32, as biases are in every fast decoder, in checked tensors, wherever
+    they lie: one reduction each, one wait at the end.
 
     Raises:
         WeightsError: names the first tensor that holds any.
     """
     # NaN passes through both extremes.
-    extremes = [torch.stack(torch.aminmax(tensor)).double() for tensor in tensors.values()]
+    extremes = [torch.stack(torch.aminmax(tensor)).float() for tensor in tensors.values()]
     finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(1).tolist()
     spoilt = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
     if spoilt:
         others = f" and {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else ""
-        raise WeightsError(f"the weights hold NaN or infinite values, in {spoilt[0]}{others}; load or copy them again")
+        raise WeightsError(f"the weights hold NaN or values beyond float32, in {spoilt[0]}{others}; load or copy them again")
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:
@@ -313,12 +311,6 @@ def head_weight(weight: Tensor) -> Tensor:
     taps = weight.permute(3, 4, 0, 2, 1).flatten(0, 2)
     padding = taps.new_zeros(HEAD_CHANNELS - taps.shape[0], *taps.shape[1:])
     return torch.cat([taps, padding])[:, :, None, None, :]
-
-
-def _listed(names: list[str]) -> str:
-    """The first few, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 def _architecture(tensors: Mapping[str, Tensor]) -> Architecture:

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -108,8 +109,10 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture) -> Callable[..., Ended]:
+def cli(capsys: pytest.CaptureFixture) -> Iterator[Callable[..., Ended]]:
     """Runs a command line in this process."""
+    # One that a signal ended leaves the signals without effect.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
@@ -119,7 +122,9 @@ def cli(capsys: pytest.CaptureFixture) -> Callable[..., Ended]:
             status = int(end.code or 0)
         return Ended(status, *capsys.readouterr())
 
-    return run
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -101,3 +101,11 @@ def test_folder_of_other_weights_is_status_2(cli, tmp_path):
     ended = cli("bench", "--vae", tmp_path, "--device", "cpu")
     assert ended.status == 2
     assert "post_quant_conv.weight" in ended.err
+
+
+def test_weights_that_are_not_finite_are_refused_once_before_anything_is_timed(cli, tmp_path, state_dict):
+    bias = torch.full_like(state_dict["decoder.conv_in.bias"], torch.nan)
+    save_file(state_dict | {"decoder.conv_in.bias": bias}, tmp_path / "vae.safetensors")
+    ended = cli("bench", *SMALL, "--vae", tmp_path)
+    sentence = "the weights hold NaN or values beyond float32, in decoder.conv_in.bias; load or copy them again"
+    assert ended == (2, "", f"error: {sentence}\n")

@@ -223,6 +223,8 @@ def test_latents_that_cannot_be_read(cli, saved, vae_folder, out):
     assert refusal("z.npy", "--key", "y") == "FILE holds one tensor without a name; leave --key out"
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, saved / "several.safetensors")
     assert refusal("several.safetensors") == "FILE holds no tensor latents, but a, b; --key chooses one"
+    save_file({f"z{n}": torch.zeros(1) for n in range(10, 60)}, saved / "many.safetensors")
+    assert refusal("many.safetensors").endswith("but z10, z11, z12, z13 and 46 more; --key chooses one")
     torch.save([1, 2], saved / "list.pt")
     assert refusal("list.pt") == "FILE holds no tensor latents, but no tensor; --key chooses one"
     torch.save(os.system, saved / "code.pt")
@@ -296,7 +298,7 @@ def test_weights_that_are_not_finite_are_refused(cli, saved, vae_folder, out, tm
         tensors["decoder.norm_out.gamma"][2] = np.nan
         save_file(tensors, file)
     line = refused(cli, saved / "z.pt", "--vae", tmp_path / "vae", "-o", out / "v.mp4", "--device", "cpu")
-    assert line == "the weights hold NaN or infinite values, in decoder.norm_out.gamma; load or copy them again"
+    assert line == "the weights hold NaN or values beyond float32, in decoder.norm_out.gamma; load or copy them again"
     assert not list(out.iterdir())
 
 
@@ -341,26 +343,51 @@ def test_full_disk_of_the_output_is_told(saved, vae_folder, out):
         (None, "--normalized needs latents_mean and latents_std in FILE (FileNotFoundError: "),
         ("{", "--normalized needs latents_mean and latents_std in FILE (JSONDecodeError: "),
         ("{}", "--normalized needs latents_mean and latents_std in FILE (KeyError: 'latents_mean')"),
-        ('{"latents_mean": "a", "latents_std": 1}', "--normalized needs latents_mean and latents_std in FILE ("),
+        ("[]", "--normalized needs latents_mean and latents_std in FILE (TypeError: "),
+        ("[" * 10**5, "--normalized needs latents_mean and latents_std in FILE (RecursionError: "),
+        (
+            '{"latents_mean": "a", "latents_std": 1}',
+            "FILE gives latents_mean and latents_std for other than 4 channels",
+        ),
         (
             '{"latents_mean": [0.0], "latents_std": [1.0]}',
             "FILE gives latents_mean and latents_std for other than 4 channels",
         ),
         (
             '{"latents_mean": [0, 0, NaN, 0], "latents_std": [1, 1, 1, 1]}',
-            "FILE gives no finite latents_mean: that of channel 2 is nan",
+            "FILE gives no latents_mean from -1e+06 to 1e+06: that of channel 2 is nan",
         ),
         (
             '{"latents_mean": [0, 0, 0, 0], "latents_std": [0, 0, 0, 0]}',
-            "FILE gives no positive, finite latents_std: that of channel 0 is 0",
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 0 is 0",
         ),
         (
             '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, 1, 1, -2]}',
-            "FILE gives no positive, finite latents_std: that of channel 3 is -2",
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 3 is -2",
         ),
         (
             '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, Infinity, NaN, 1]}',
-            "FILE gives no positive, finite latents_std: that of channel 1 is inf",
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 1 is inf",
+        ),
+        (
+            f'{{"latents_mean": [0, 0, 0, {10**400}], "latents_std": [1, 1, 1, 1]}}',
+            "FILE gives no latents_mean from -1e+06 to 1e+06: that of channel 3 is 1000000000000000",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, 1e300, 1, 1]}',
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 1 is 1e+300",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, 1, 1e-300, 1]}',
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 2 is 1e-300",
+        ),
+        (
+            '{"latents_mean": [0, 0, 0, 0], "latents_std": [1, true, 1, 1]}',
+            "FILE gives no latents_std from 1e-06 to 1e+06: that of channel 1 is True",
+        ),
+        (
+            '{"latents_mean": [0, [0], 0, 0], "latents_std": [1, 1, 1, 1]}',
+            "FILE gives no latents_mean from -1e+06 to 1e+06: that of channel 1 is [0]",
         ),
     ],
 )
@@ -375,6 +402,7 @@ def test_configs_without_the_normalisation(config, sentence, cli, saved, vae_fol
     ended = cli(*command, "--normalized")
     assert ended.status == 2
     assert ended.err.replace(str(folder / "config.json"), "FILE").startswith(f"error: {sentence}")
+    assert len(ended.err) < 400 + len(str(folder))
     assert cli(*command).status == 0, "only --normalized needs it"
 
 

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import wan22_vae_decode
 from wan22_vae_decode.cli import doctor, extras, subject
@@ -163,17 +165,37 @@ def test_second_signal_does_not_interrupt_the_unwinding(to_terminate, second, cl
     assert unwound
 
 
-def run_program(program, *arguments, path=""):
+def start_program(program, *arguments, path=""):
     """A Python program on which an interrupt has its usual effect, as it has not in a shell's background jobs."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *program, *arguments],
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=120,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def end_of(process):
+    """Its status and what it wrote, as far as that was not read yet."""
+    with process:
+        out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def run_program(program, *arguments, path=""):
+    return end_of(start_program(program, *arguments, path=path))
+
+
+def shower(process):
+    """Interrupts a program until it has ended, faster than it can end."""
+    limit = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < limit
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.0005)
+    return end_of(process)
 
 
 SCRIPT = ("-c", "import sys; from wan22_vae_decode.__main__ import main; sys.exit(main())")
@@ -182,18 +204,49 @@ SCRIPT = ("-c", "import sys; from wan22_vae_decode.__main__ import main; sys.exi
 @pytest.mark.parametrize("program", [("-m", "wan22_vae_decode"), SCRIPT], ids=["module", "script"])
 def test_interrupt_while_torch_is_loaded_is_one_word_and_status_130(program, tmp_path):
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise RuntimeError\n")
-    ended = run_program(program, "doctor", path=tmp_path)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+    assert run_program(program, "doctor", path=tmp_path) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_shower_of_interrupts_while_torch_is_loaded_is_one_word(repetition, tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    process = start_program(("-m", "wan22_vae_decode"), "doctor", path=tmp_path)
+    assert process.stdout.readline() == "loading\n"
+    assert shower(process) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_shower_of_interrupts_of_a_bench_is_one_word(repetition, tmp_path):
+    arguments = ("--device", "cpu", "--size", "256x256x401", "--out", tmp_path / "times")
+    process = start_program(("-m", "wan22_vae_decode"), "bench", *arguments)
+    assert process.stderr.readline() == "timing torch float32 ...\n"
+    # Into the decode, which holds memory that takes time to free.
+    time.sleep(0.5)
+    assert shower(process) == (130, "", "interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_shower_of_interrupts_of_a_decode_is_one_word_and_no_file(repetition, vae_folder, tmp_path):
+    save_file({"latents": torch.zeros(1, 4, 2000, 4, 4)}, tmp_path / "long.safetensors")
+    out = tmp_path / "out"
+    out.mkdir()
+    arguments = (tmp_path / "long.safetensors", "--vae", vae_folder, "-o", out / "v.mp4", "--device", "cpu")
+    process = start_program(("-m", "wan22_vae_decode"), "decode", *arguments)
+    while not list(out.iterdir()):
+        assert process.poll() is None, end_of(process)
+        time.sleep(0.05)
+    assert shower(process) == (130, "", "interrupted\n")
+    assert not list(out.iterdir())
 
 
 def test_interrupt_after_the_end_changes_nothing():
     late = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); " + SCRIPT[1]
-    ended = run_program(("-c", late), "build", "--arch", "sm_75")
-    assert ended.returncode == 2
-    ended = run_program(("-c", late), "decode", "absent.npy", "--vae", "absent", "-o", "out.mp4")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: absent is no folder; ")
-    assert len(ended.stderr.splitlines()) == 1
+    assert run_program(("-c", late), "build", "--arch", "sm_75")[0] == 2
+    status, _, err = run_program(("-c", late), "decode", "absent.npy", "--vae", "absent", "-o", "out.mp4")
+    assert status == 2
+    assert err.startswith("error: absent is no folder; ")
+    assert len(err.splitlines()) == 1
 
 
 def test_reader_that_ends_early_ends_the_command_quietly():

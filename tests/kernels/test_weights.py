@@ -107,7 +107,7 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_prepared(dtyp
     tensors = {name: tensor.to(dtype) for name, tensor in make_state_dict().items()}
     monkeypatch.setattr(weights, "prepare", lambda *_, **__: pytest.fail("prepared them"))
     tensors["decoder.conv_in.weight"][3, 1, 2, 0, 1] = value
-    sentence = "the weights hold NaN or infinite values, in decoder.conv_in.weight; load or copy them again"
+    sentence = "the weights hold NaN or values beyond float32, in decoder.conv_in.weight; load or copy them again"
     for options in ({}, {"dtype": "float16"}):
         with pytest.raises(WeightsError) as refusal:
             Decoder.from_state_dict(tensors, **options)
@@ -117,8 +117,15 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_prepared(dtyp
         Decoder.from_state_dict(tensors)
 
 
-def test_largest_values_are_finite(state_dict):
-    weights.check_finite(state_dict | {"decoder.conv_out.bias": torch.full((12,), 1e308, dtype=torch.float64)})
+def test_values_are_finite_up_to_float32_s_largest(state_dict):
+    def check(value):
+        weights.check_finite(state_dict | {"decoder.conv_out.bias": torch.full((12,), value, dtype=torch.float64)})
+
+    largest = torch.finfo(torch.float32).max
+    check(largest)
+    for value in (1e300, -2 * largest):
+        with pytest.raises(WeightsError, match=r"values beyond float32, in decoder\.conv_out\.bias; load"):
+            check(value)
 
 
 def test_fingerprint_sees_every_kind_of_change(make_state_dict):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wan22_vae_decode.errors import InputError, WeightsError
+
+_RANGES = {"latents_mean": (-1e6, 1e6), "latents_std": (1e-6, 1e6)}
+"""Far beyond any VAE's, and such that float32 holds what comes of them."""
 
 
 def vae_folder(folder: Path) -> Path:
@@ -72,18 +76,19 @@ def read_normalisation(folder: Path, channels: int) -> tuple[Tensor, Tensor]:
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        mean, std = (torch.tensor(config[name], dtype=torch.float64) for name in ("latents_mean", "latents_std"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        given = {name: config[name] for name in _RANGES}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"--normalized needs latents_mean and latents_std in {path} ({type(error).__name__}: {error})"
         ) from error
-    if mean.shape != (channels,) or std.shape != (channels,):
-        raise InputError(f"{path} gives latents_mean and latents_std for other than {channels} channels")
-    for name, values, right in (
-        ("finite latents_mean", mean, mean.isfinite()),
-        ("positive, finite latents_std", std, std.isfinite() & (std > 0)),
-    ):
-        if not right.all():
-            channel = int(right.logical_not().nonzero()[0])
-            raise InputError(f"{path} gives no {name}: that of channel {channel} is {values[channel]:g}")
+    for name, (low, high) in _RANGES.items():
+        values = given[name]
+        if not isinstance(values, list) or len(values) != channels:
+            raise InputError(f"{path} gives latents_mean and latents_std for other than {channels} channels")
+        for channel, value in enumerate(values):
+            # In Python, where true is a number, but whole numbers have any size.
+            if type(value) not in (int, float) or not low <= value <= high:
+                found = reprlib.repr(value)
+                raise InputError(f"{path} gives no {name} from {low:g} to {high:g}: that of channel {channel} is {found}")
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in given.values())
     return mean, std

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wan22_vae_decode.cli.checkpoint import check_readable
 from wan22_vae_decode.cli.extras import MissingExtraError, require
-from wan22_vae_decode.errors import InputError
+from wan22_vae_decode.errors import InputError, listed
 
 KEY = "latents"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -79,8 +79,9 @@ def _only(contents: Any, path: Path, key: str | None) -> Tensor:
         return contents
     named = contents.items() if isinstance(contents, dict) else ()
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
-    name = key or (KEY if KEY in tensors or len(tensors) != 1 else next(iter(tensors)))
-    if name not in tensors:
-        held = ", ".join(map(str, tensors)) or "no tensor"
-        raise InputError(f"{path} holds no tensor {name}, but {held}; --key chooses one")
-    return tensors[name]
+    if key is None:
+        key = KEY if KEY in tensors or len(tensors) != 1 else next(iter(tensors))
+    if key not in tensors:
+        held = listed(list(map(str, tensors))) or "no tensor"
+        raise InputError(f"{path} holds no tensor {key}, but {held}; --key chooses one")
+    return tensors[key]

@@ -99,14 +99,20 @@ def _out_of_memory(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _unwinding() -> Iterator[None]:
-    """Lets SIGINT, SIGTERM and SIGHUP unwind the program, once, so that what is unfinished goes: files, compilers."""
+    """Lets SIGINT, SIGTERM and SIGHUP unwind the program, once, so that what is unfinished goes: files, compilers.
+
+    After that they stay without effect, since memory is still freed and words are written outside.
+    """
     # What is ignored stays so: that is how nohup works. Only the main thread may choose.
     on_main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if on_main_thread else ()
     before = {number: signal.getsignal(number) for number in numbers}
     heeded = [number for number in numbers if before[number] != signal.SIG_IGN]
+    ending = False
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ending
+        ending = True
         # A session's end sends two, and the impatient interrupt twice; the second must not end what the first began.
         for each in heeded:
             signal.signal(each, lambda *_: None)
@@ -119,7 +125,7 @@ def _unwinding() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in heeded:
+        for number in () if ending else heeded:
             signal.signal(number, before[number])
 
 

@@ -43,7 +43,7 @@ def read(arguments: argparse.Namespace, device: torch.device, gpu_size: tuple[in
 
     Raises:
         InputError: the folder of the weights holds none.
-        WeightsError: they are not this decoder's.
+        WeightsError: they are not this decoder's, or not finite.
     """
     on_gpu = device.type == "cuda"
     if arguments.vae is not None:
@@ -52,7 +52,10 @@ def read(arguments: argparse.Namespace, device: torch.device, gpu_size: tuple[in
         arch = Architecture(arguments.channels or (Architecture.base if on_gpu else CPU_CHANNELS))
         state_dict = random_state_dict(arch, arguments.seed, device, torch.float32)
     size = arguments.size or (gpu_size if on_gpu else CPU_SIZE)
+    tensors = weights.decoder_tensors(state_dict)
+    arch = weights.check(tensors)
+    # Here once, instead of in every row of a table.
+    weights.check_finite(tensors)
     generator = torch.Generator(device).manual_seed(arguments.seed)
-    latent = weights.check(weights.decoder_tensors(state_dict)).latent
-    latents = torch.randn(options.latents_shape(size, latent), generator=generator, device=device)
+    latents = torch.randn(options.latents_shape(size, arch.latent), generator=generator, device=device)
     return Subject(state_dict, latents, size, "random" if arguments.vae is None else str(arguments.vae))
