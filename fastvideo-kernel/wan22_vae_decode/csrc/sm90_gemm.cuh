@@ -28,32 +28,12 @@ using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::epilogue::fusion::LinCombPerColBias<Element, float, float, Element, float>>::CollectiveOp;
 
 // D[m, n] = round(acc[m, n]) for the products of Winograd convs, whose K is short: the tensor cores would idle for a
-// good part of a tile's time while it is written. A wide tile is therefore split between the warpgroups by rows, each
-// at its own pace (ping-pong), so that one multiplies while the other writes. A narrow one stays whole: without R,
-// shared memory has room for all of it in two pieces, at the price of a stage of operands.
-template <int TileN>
-struct Plain {
-  static constexpr bool kPingpong = TileN == 256;
-  static constexpr int kRows = kPingpong ? 64 : kTileM;
-  using Tile = Shape<Int<kRows>, Int<TileN>, Int<kTileK>>;
-  using Schedule = std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                                      cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-  using Piece = Shape<Int<kRows>, Int<kPingpong ? 64 : TileN / 2>>;
-  using Write = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
-                                   cutlass::epilogue::TmaWarpSpecializedCooperative>;
-};
-
-template <int TileN>
+// good part of a tile's time while it is written. So each warpgroup has a tile of its own (ping-pong), and one
+// multiplies while the other writes. Tiles of 64 x 256 are slower at every width.
+using PlainTile = Shape<Int<kTileM>, _128, Int<kTileK>>;
 using PlainEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Plain<TileN>::Tile, ClusterShape,
-    typename Plain<TileN>::Piece, float, float, void, StrideD, 8, Element, StrideD, 8, typename Plain<TileN>::Write,
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, PlainTile, ClusterShape, Shape<_64, _64>, float, float, void,
+    StrideD, 8, Element, StrideD, 8, cutlass::epilogue::TmaWarpSpecialized,
     cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
-
-template <int TileN>
-typename PlainEpilogue<TileN>::Arguments plain_epilogue_arguments(void* d, StrideD stride) {
-  typename PlainEpilogue<TileN>::Arguments arguments{{}, nullptr, stride, static_cast<Element*>(d), stride};
-  arguments.thread.alpha = 1.0f;
-  return arguments;
-}
 
 }  // namespace wan::WAN_SM90

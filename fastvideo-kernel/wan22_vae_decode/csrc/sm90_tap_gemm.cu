@@ -46,14 +46,19 @@ int run_tap_gemm(const TapGemmProblem& p, const void* a, const void* b, typename
   return launch<Gemm>(arguments, "tap_gemm", device, stream);
 }
 
+// Without bias and residual, in one tile for every problem.
+int plain_gemm(const TapGemmProblem& p, const void* a, const void* b, void* d, int device, cudaStream_t stream) {
+  const StrideD stride{p.d_stride_m, _1{}, p.d_stride_batch};
+  PlainEpilogue::Arguments epilogue{{}, nullptr, stride, static_cast<Element*>(d), stride};
+  epilogue.thread.alpha = 1.0f;
+  return run_tap_gemm<PlainTile, cutlass::gemm::KernelTmaWarpSpecializedPingpong, PlainEpilogue>(p, a, b, epilogue,
+                                                                                                 device, stream);
+}
+
 template <int TileN>
 int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float* bias, const void* residual, void* d,
              int device, cudaStream_t stream) {
   const StrideD stride{p.d_stride_m, _1{}, p.d_stride_batch};
-  if (bias == nullptr && residual == nullptr) {
-    return run_tap_gemm<typename Plain<TileN>::Tile, typename Plain<TileN>::Schedule, PlainEpilogue<TileN>>(
-        p, a, b, plain_epilogue_arguments<TileN>(d, stride), device, stream);
-  }
   using Tile = Shape<Int<kTileM>, Int<TileN>, Int<kTileK>>;
   return run_tap_gemm<Tile, cutlass::gemm::KernelTmaWarpSpecializedCooperative, Epilogue<TileN>>(
       p, a, b, epilogue_arguments<Epilogue<TileN>>(bias, residual, d, stride), device, stream);
@@ -67,6 +72,7 @@ WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const voi
   if (wan::check_tap_gemm(p, a, b, bias, residual, d)) return 1;
   wan::DeviceGuard guard(device);
   if (guard.check(device)) return 1;
+  if (bias == nullptr && residual == nullptr) return wan::WAN_SM90::plain_gemm(p, a, b, d, device, stream);
   switch (tile_n) {
     case 128:
       return wan::WAN_SM90::tap_gemm<128>(p, a, b, bias, residual, d, device, stream);
