@@ -157,7 +157,8 @@ def test_type_checkers_see_the_decoder_s_types_and_no_others(editable, fresh, tm
     if editable:
         program = f"from setuptools.build_meta import build_editable; print(build_editable({str(tmp_path)!r}))"
         built = fresh.run("python", "-c", program, cwd=fresh.sources / "fastvideo-kernel").splitlines()[-1]
-        _pip("--python", fresh.bin / "python", "install", "--no-deps", "--no-index", "--force-reinstall", tmp_path / built)
+        install = ("install", "--no-deps", "--no-index", "--force-reinstall", tmp_path / built)
+        _pip("--python", fresh.bin / "python", *install)
     (tmp_path / "consumer.py").write_text(CONSUMER)
     options = ("--follow-imports", "silent", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache")
     said = fresh.run("python", "-m", "mypy", *options, "consumer.py", cwd=tmp_path, status=1)

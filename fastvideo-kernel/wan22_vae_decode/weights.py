@@ -145,8 +145,8 @@ def check(tensors: Mapping[str, Tensor]) -> Architecture:
 
 @torch.no_grad()
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Looks for values that are not finite in float32, as biases are in every fast decoder, in checked tensors, wherever
-    they lie: one reduction each, one wait at the end.
+    """Looks for values in checked tensors, wherever they lie, that are not finite in float32, as biases are in every
+    fast decoder: one reduction each, one wait at the end.
 
     Raises:
         WeightsError: names the first tensor that holds any.
@@ -156,8 +156,8 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(1).tolist()
     spoilt = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
     if spoilt:
-        others = f" and {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else ""
-        raise WeightsError(f"the weights hold NaN or values beyond float32, in {spoilt[0]}{others}; load or copy them again")
+        where = f"{spoilt[0]} and {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else spoilt[0]
+        raise WeightsError(f"the weights hold NaN or values beyond float32, in {where}; load or copy them again")
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> tuple:

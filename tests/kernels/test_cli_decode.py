@@ -189,7 +189,9 @@ def test_outputs_that_cannot_be(cli, saved, vae_folder, out):
         return refused(cli, saved / "z.npy", "--vae", vae_folder, "-o", path, "--device", "cpu")
 
     assert refusal(out / "v.gif") == f"{out / 'v.gif'} must end in .mp4, .mkv, .mov"
-    assert refusal(out / "absent" / "v.mp4").startswith(f"{out / 'absent' / 'v.mp4'} cannot be written")
+    absent = out / "absent"
+    assert refusal(absent / "v.mp4") == f"{absent / 'v.mp4'} cannot be written: {absent} is no folder"
+    assert refusal("/proc/v.mp4").startswith("/proc/v.mp4 cannot be written: /proc takes no files (")
     (out / "folder.mp4").mkdir()
     assert refusal(out / "folder.mp4") == f"{out / 'folder.mp4'} cannot be written: it is a folder or a device"
     (out / "null.mp4").symlink_to(os.devnull)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wan22_vae_decode.backends.cuda import library
-from wan22_vae_decode.cli import doctor
+from wan22_vae_decode.cli import doctor, writable
 from wan22_vae_decode.cli.doctor import Finding
 from wan22_vae_decode.jit import toolchain
 from wan22_vae_decode.jit.cache import Entry, cache_folder
@@ -120,13 +120,30 @@ def test_no_compiler(hopper, findings, monkeypatch):
     assert report["reason"] == found["nvcc"].problem
 
 
-def test_no_compiler_but_kernels_that_were_built_ahead(hopper, findings, monkeypatch):
+def published():
+    """Puts an entry into the cache; what it is made from."""
     recipe = library.recipe("sm_90a")
     tools = toolchain.find_toolchain("sm_90a")
     entry = Entry(cache_folder(), recipe.key(tools))
     with entry.locked(), entry.filling() as folder:
         (folder / recipe.library).write_text("built")
         entry.publish(folder, [recipe.library], inputs=recipe.inputs(tools), nvcc=(13, 0))
+
+
+def test_cache_that_can_only_be_read_will_do_if_the_kernels_are_in_it(hopper, findings, monkeypatch):
+    def refuse(folder):
+        raise PermissionError
+
+    published()
+    monkeypatch.setattr(writable, "try_folder", refuse)
+    report, found = findings()
+    assert report["ok"]
+    assert found["cache"] == Finding("cache", f"{cache_folder()}, to read only")
+    assert found["kernels"] == Finding("kernels", "built for sm_90a")
+
+
+def test_no_compiler_but_kernels_that_were_built_ahead(hopper, findings, monkeypatch):
+    published()
 
     def absent(*_):
         raise BuildError("not there; install it.")
@@ -156,12 +173,15 @@ def test_other_missing_tools(tool, hopper, findings, monkeypatch):
     assert found[tool] == Finding(tool, "not found", "not there; pip install it.")
 
 
-@pytest.mark.parametrize("folder", ["{}/file/cache", "/proc/cache", "/proc/folder/cache"])
+@pytest.mark.parametrize("folder", ["{}/file/cache", "{}/dangling", "{}/dangling/cache", "/proc/cache"])
 def test_cache_that_cannot_be_written(folder, hopper, findings, monkeypatch):
     (hopper / "file").write_text("")
+    (hopper / "dangling").symlink_to("nowhere")
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", folder.format(hopper))
-    _, found = findings()
+    report, found = findings()
     assert found["cache"].problem == "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can"
+    assert found["kernels"] == Finding("kernels", "not built, nor can be without a cache")
+    assert report["reason"] == f"the kernel cache {found['cache'].value} {found['cache'].problem}"
 
 
 def test_cache_in_a_home_that_does_not_exist(hopper, findings, monkeypatch):

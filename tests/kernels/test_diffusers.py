@@ -445,8 +445,8 @@ def test_weights_that_are_not_finite_are_diffusers_own(vae, latents, lines):
     for _ in range(2):
         assert vae.decode(z).sample.isnan().any()
     assert lines == [
-        "decoding with diffusers' own decode: the weights hold NaN or values beyond float32, in decoder.conv_out.bias; load "
-        "or copy them again"
+        "decoding with diffusers' own decode: the weights hold NaN or values beyond float32, in decoder.conv_out.bias; "
+        "load or copy them again"
     ]
     assert vae._fast_decode.prepared.decoder is None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import wan22_vae_decode
 from wan22_vae_decode import backends
-from wan22_vae_decode.cli import options, subject
+from wan22_vae_decode.cli import options, subject, writable
 from wan22_vae_decode.cli.extras import optional
 from wan22_vae_decode.decoder import DTYPES, Decoder
 from wan22_vae_decode.errors import DecodeError, InputError
@@ -116,17 +116,8 @@ def _files(out: str) -> tuple[Path, Path]:
     files = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.png")
     for file in files:
         with _writing(file):
-            _try(Path(os.path.realpath(file)))
+            writable.try_file(Path(os.path.realpath(file)))
     return files
-
-
-def _try(file: Path) -> None:
-    """Raises OSError where a file could not be written, and leaves all as it is."""
-    if file.exists():
-        with file.open("r+b"):
-            return
-    file.touch()
-    file.unlink()
 
 
 @contextlib.contextmanager

@@ -41,8 +41,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         required=True,
         help="folder of the VAE, or of a whole pipeline, in diffusers' layout",
     )
-    parser.add_argument("-o", "--output", type=options.path, required=True, help=".mp4, .mkv or .mov")
-    parser.add_argument("--key", help="name of the tensor, in a file of several (default: latents, or the only one)")
+    parser.add_argument("-o", "--output", type=options.file, required=True, help=".mp4, .mkv or .mov")
+    parser.add_argument(
+        "--key", type=options.key, help="name of the tensor, in a file of several (default: latents, or the only one)"
+    )
     parser.add_argument(
         "--normalized",
         action="store_true",

@@ -7,7 +7,6 @@ import argparse
 import importlib.util
 import json
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import wan22_vae_decode
 from wan22_vae_decode import backends, jit
 from wan22_vae_decode.backends.cuda import library
 from wan22_vae_decode.backends.cuda.targets import TARGETS
-from wan22_vae_decode.cli import options
+from wan22_vae_decode.cli import options, writable
 from wan22_vae_decode.cli.extras import INSTALL
 from wan22_vae_decode.jit import toolchain
 from wan22_vae_decode.jit.cache import Entry, cache_folder
@@ -52,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints one line a finding; 1 if the kernels would not run."""
     device = options.device(arguments.device)
     findings = list(_findings(device))
-    reason = backends.why_not("cuda", device, torch.float16)
+    # What cannot be built is found out only then.
+    cache = next(finding for finding in findings if finding.name == "cache")
+    unbuildable = f"the kernel cache {cache.value} {cache.problem}" if cache.problem else None
+    reason = backends.why_not("cuda", device, torch.float16) or unbuildable
     verdict = "the CUDA kernels" if reason is None else "the torch ops"
     if arguments.json:
         lines = [asdict(finding) for finding in findings]
@@ -83,8 +85,9 @@ def _findings(device: torch.device) -> Iterator[Finding]:
     yield _tool("nvcc", lambda: _nvcc(arch, driver), prebuilt)
     yield _tool("ninja", lambda: str(toolchain.find_ninja()), prebuilt)
     yield _tool("CUTLASS", lambda: toolchain.find_cutlass()[1], prebuilt)
-    yield _cache()
-    yield _library(arch, driver, prebuilt)
+    cache = _cache(prebuilt)
+    yield cache
+    yield _library(arch, driver, prebuilt, buildable=cache.problem is None)
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     yield Finding(
         "extras",
@@ -145,21 +148,22 @@ def _nvcc(arch: str, driver: toolchain.Version | None) -> str:
     return f"{nvcc.version[0]}.{nvcc.version[1]}, {nvcc.path}"
 
 
-def _cache() -> Finding:
+def _cache(prebuilt: bool) -> Finding:
+    """Where the kernels are kept; that nothing can be written there is no problem where they are."""
     try:
         folder = cache_folder()
     except jit.BuildError as error:
         return Finding("cache", "none", str(error))
     try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        # Permissions do not tell of all that keeps a folder from being made, as in /proc.
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
+        writable.try_folder(folder)
     except OSError:
+        if prebuilt:
+            return Finding("cache", f"{folder}, to read only")
         return Finding("cache", str(folder), "cannot be written: set WAN22_VAE_DECODE_CACHE to a folder that can")
     return Finding("cache", str(folder))
 
 
-def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool) -> Finding:
+def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool, buildable: bool) -> Finding:
     """Whether the kernels are built already; that they are not is no problem."""
     try:
         tools = toolchain.find_toolchain(arch, driver)
@@ -169,5 +173,7 @@ def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool) -> Fin
     defect = entry.defect()
     if defect is None:
         return Finding("kernels", f"built for {arch}")
+    if not buildable:
+        return Finding("kernels", "not built, nor can be without a cache")
     when = "built at first use, or by `wan22-vae-decode build`"
     return Finding("kernels", when if defect == "absent" else f"built anew at first use ({defect})")

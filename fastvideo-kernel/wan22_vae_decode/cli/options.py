@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -100,7 +101,24 @@ def path(text: str) -> Path:
     """A file or a folder; pathlib takes an empty name, often that of an unset variable, for the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("an empty name is no file or folder")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("a name with a NUL character is no file or folder")
     return Path(text)
+
+
+def file(text: str) -> Path:
+    """A file; pathlib drops the slash that makes a name a folder's."""
+    named = path(text)
+    if os.path.basename(text) in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"{text} names a folder; give the file a name in it")
+    return named
+
+
+def key(text: str) -> str:
+    """``--key``: the name of a tensor."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name is no tensor")
+    return text
 
 
 def positive(text: str) -> int:

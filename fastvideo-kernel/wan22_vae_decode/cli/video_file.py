@@ -15,6 +15,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from wan22_vae_decode.cli import writable
 from wan22_vae_decode.cli.extras import require
 from wan22_vae_decode.errors import DecodeError, InputError
 
@@ -54,8 +55,12 @@ class VideoFile:
             pass
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}") from error
-        if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-            raise InputError(f"{path} cannot be written: {target.parent} is no folder that can be written to")
+        if not target.parent.is_dir():
+            raise InputError(f"{path} cannot be written: {target.parent} is no folder")
+        try:
+            writable.try_folder(target.parent)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {target.parent} takes no files ({error.strerror})") from error
         require("numpy", "writing a video")
         self._ffmpeg = require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
         self._path, self._target = path, target

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether files and folders can be written, found by trying: permissions do not tell of special file systems such as
+/proc.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def try_file(file: Path) -> None:
+    """Raises OSError where the file could not be written, and leaves all as it is."""
+    if file.exists():
+        with file.open("r+b"):
+            return
+    file.touch()
+    file.unlink()
+
+
+def try_folder(folder: Path) -> None:
+    """Raises OSError where a folder that is to exist could not be made or written into, and leaves all as it is."""
+    # A link that leads nowhere is there, and no folder.
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    tempfile.TemporaryDirectory(dir=existing).cleanup()
