@@ -88,7 +88,7 @@ def read_normalisation(folder: Path, channels: int) -> tuple[Tensor, Tensor]:
         for channel, value in enumerate(values):
             # In Python, where true is a number, but whole numbers have any size.
             if type(value) not in (int, float) or not low <= value <= high:
-                found = f"that of channel {channel} is {reprlib.repr(value)}"
-                raise InputError(f"{path} gives no {name} from {low:g} to {high:g}: {found}")
+                got = reprlib.repr(value)
+                raise InputError(f"{path} gives no {name} from {low:g} to {high:g}: that of channel {channel} is {got}")
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in given.values())
     return mean, std
