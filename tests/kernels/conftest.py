@@ -111,8 +111,9 @@ class Ended(NamedTuple):
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture) -> Iterator[Callable[..., Ended]]:
     """Runs a command line in this process."""
-    # One that a signal ended leaves the signals without effect.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # Background jobs and those of nohup start with signals ignored; a command that a signal ended leaves them so.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
