@@ -338,11 +338,13 @@ def float16_kernels() -> CudaBackend | None:
     return backend
 
 
-def write_report(file: Path, **figures: object) -> None:
-    """Writes figures of the current GPU as JSON, with what they depend on, and prints the file's name."""
+def write_report(file: Path, device: str | None = None, **figures: object) -> None:
+    """Writes figures of a device (None: of the current GPU) as JSON, with what they depend on, and prints the file's
+    name.
+    """
     report = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
+        "device": device or torch.cuda.get_device_name(),
         "versions": versions(),
         **figures,
     }
