@@ -195,13 +195,12 @@ class Weights:
 
     def of(self, case: Case) -> layers.DecoderWeights:
         """What a case decodes with."""
-        wide = self._prepared(case, torch.float32)
         if "weights" in case.exact:
-            return wide
+            return self._prepared(case, torch.float32)
         rounded = self._prepared(case, torch.float16)
         if not case.temporal:
             return rounded
-        blocks = list(rounded.up_blocks)
+        wide, blocks = self._prepared(case, torch.float32), list(rounded.up_blocks)
         for level in case.temporal:
             resnets = tuple(_in_time(resnet) for resnet in wide.up_blocks[level].resnets)
             blocks[level] = replace(blocks[level], resnets=resnets)
@@ -210,6 +209,9 @@ class Weights:
     def _prepared(self, case: Case, dtype: torch.dtype) -> layers.DecoderWeights:
         key = dtype, tuple(case.columns.items()), case.upsample
         if key not in self._kept:
+            # Up to 10 GB each: the last and this one.
+            for old in list(self._kept)[:-1]:
+                del self._kept[old]
             backend = TorchBackend(torch.device("cpu"), dtype, case.columns, case.upsample)
             self._kept[key] = _widened(weights.prepare(self._state, self._arch, backend))
         return self._kept[key]
