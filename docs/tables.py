@@ -163,12 +163,19 @@ def ops(report: dict[str, Any]) -> str:
             continue
         bound = "tensor cores" if sum(row["flops"] for row in rows) else "memory"
         reached = sum(row["total"] * row["share"] for row in rows) / total
-        lines.append((total, [kind, f"{total:.0f}", _percent(total / whole), bound, _percent(reached)]))
-    header = ["ops", "ms of 121 frames", "share", "ceiling", "reached"]
+        work = _tflop(rows, passes)
+        cells = [kind, f"{total:.0f}", _percent(total / whole), f"{work:.0f}" if work else "-", bound]
+        lines.append((total, [*cells, _percent(reached)]))
+    header = ["ops", "ms of 121 frames", "share", "TFLOP", "ceiling", "reached"]
     table = _table(header, [cells for _, cells in sorted(lines, key=lambda line: -line[0])])
     setting = f"{report['dtype']}, passes of {report['latent_frames']} latent frames, slabs of {report['slab']}"
     ceilings = f"ceilings of the same run: {report['matmul_tflops']:.0f} TFLOP/s, {report['copy_tbs']:.2f} TB/s"
-    return f"{_origin(report)} {setting}; {ceilings}. Sum: {whole:.0f} ms.\n\n{table}"
+    sums = f"{whole:.0f} ms, {_tflop(counted, passes):.0f} TFLOP"
+    return f"{_origin(report)} {setting}; {ceilings}. Sum: {sums}.\n\n{table}"
+
+
+def _tflop(rows: Iterable[dict[str, Any]], passes: float) -> float:
+    return sum(passes * row["count"] * row["flops"] for row in rows) / 1e12
 
 
 @_made_of("ops")
@@ -225,6 +232,19 @@ def winograd_levels(report: dict[str, Any]) -> str:
         rows.append([tiles or "none", *psnr, _figure(row["ms"] / 1000, 2)])
     header = ["tiles, and levels", *(f"dB, {kind}" for kind in sets), "121 frames, s"]
     return f"{_origin(report)} float16.\n\n{_table(header, rows)}"
+
+
+# rounding.json
+
+
+@_made_of("rounding")
+def rounding(report: dict[str, Any]) -> str:
+    """Accuracy with each rounding left out, and with other forms of the convs."""
+    frames, rows, cols = report["latents"]
+    now = report["rows"][0]["psnr_db"]
+    lines = [[row["name"], f"{row['psnr_db']:.2f}", f"{row['psnr_db'] - now:+.2f}"] for row in report["rows"]]
+    note = f"{frames} latent frames of {rows}x{cols}, the harder set."
+    return f"{_origin(report)} {note}\n\n{_table(['float16, emulated', 'dB', 'difference'], lines)}"
 
 
 # stream_memory.json and decode_parallel.json
@@ -358,6 +378,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "upsample-kernels": upsample_kernels,
     "energy": energy,
     "winograd-levels": winograd_levels,
+    "rounding": rounding,
     "stream-memory": stream_memory,
     "decode-parallel": decode_parallel,
     "pan2-fusions": pan2_fusions,
