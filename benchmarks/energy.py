@@ -145,13 +145,14 @@ def time_references(bench: Bench, device: torch.device) -> None:
 
 def time_conv(bench: Bench, backend: CudaBackend, level: int, t: int, rows: int, cols: int, c: int) -> None:
     """The three kernels of the first band of a Winograd conv with a residual."""
-    columns = backend.winograd_columns(level, c, c, split_rows=False)
+    form = backend.winograd_form(level, c, c, split_rows=False)
+    assert form is not None
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=backend.dtype, device=backend.device)
 
-    weight = winograd.prepare_weight(random(c, 3, 3, 3, c) * (27 * c) ** -0.5, columns, backend.dtype)
-    conv = layers.WinogradConv(weight, torch.randn(c, device=backend.device), columns)
+    weight = winograd.prepare_weight(random(c, 3, 3, 3, c) * (27 * c) ** -0.5, form.columns, backend.dtype)
+    conv = layers.WinogradConv(weight, torch.randn(c, device=backend.device), form)
     x, history, skip = random(t, rows, cols, c), random(2, rows, cols, c), random(1, t, rows, cols, c)
     norm = torch.ones(c, device=backend.device)
     for part, run in ops.winograd_parts(backend, level, x, norm, history, conv, skip, torch.empty_like(x)):

@@ -220,10 +220,10 @@ def time_ops(bench: Bench, frames: int, slab: int) -> None:
                 continue
             residual = channels == c_out
             # Both methods side by side; only the chosen one counts.
-            chosen = bench.ours.winograd_columns(level, channels, c_out, split_rows=False)
-            conv_row(bench, level, t, rows, cols, channels, c_out, count * (chosen == 0), residual)
-            columns = chosen or 4
-            winograd_rows(bench, level, t, rows, cols, channels, c_out, count * (chosen > 0), residual, columns)
+            form = bench.ours.winograd_form(level, channels, c_out, split_rows=False)
+            conv_row(bench, level, t, rows, cols, channels, c_out, count * (form is None), residual)
+            used, form = count * (form is not None), form or layers.WinogradForm(4)
+            winograd_rows(bench, level, t, rows, cols, channels, c_out, used, residual, form)
         if first:
             pointwise_row(bench, level, t, rows, cols, c_in, c_out, first)
     # Counted in the attention.
@@ -268,16 +268,16 @@ def conv_row(bench, level, t, rows, cols, c_in, c_out, count, residual, normed=T
     bench.row(row, run)
 
 
-def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, columns) -> None:
+def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, form) -> None:
     """A whole Winograd conv with what makes its input, then the three kernels of its first band."""
     x, history = bench.random(1, t, rows, cols, c_in), bench.random(1, 2, rows, cols, c_in)
     norm = 1 + 0.1 * bench.fp32(c_in)
     weight = bench.weight(c_out, 3, 3, 3, c_in)
-    conv = layers.WinogradConv(winograd.prepare_weight(weight, columns, weight.dtype), bench.fp32(c_out), columns)
+    conv = layers.WinogradConv(winograd.prepare_weight(weight, form.columns, weight.dtype), bench.fp32(c_out), form)
     direct = layers.Conv(weight, conv.bias)
     skip = bench.random(1, t, rows, cols, c_out) if residual else None
     out = torch.empty(1, t, rows, cols, c_out, dtype=x.dtype, device=x.device)
-    suffix = f" 4x{columns}" + (" +res" if residual else "")
+    suffix = f" {form_name(form)}" + (" +res" if residual else "")
     shape = f"L{level} {t}x{rows}x{cols} {c_in}->{c_out}{suffix}"
 
     def run(ops: Backend) -> Tensor:
@@ -286,13 +286,18 @@ def winograd_rows(bench, level, t, rows, cols, c_in, c_out, count, residual, col
         return ops.causal_conv3d(ops.norm_silu_pad(x, norm, history, None, direct)[0], direct, skip)
 
     # Checked against torch's direct conv, timed in the rows above; the rate is that of the products that remain.
-    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, columns)
+    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, form.columns)
     flops = 2.0 * number * 3 * t * down * across * c_in * c_out
     row = Row("winograd_conv3d", shape, count, flops=flops)
     bench.row(row, run, limit=WINOGRAD_DIFFERENCE[x.dtype], beside=False)
 
     for part, run_part in winograd_parts(bench.ours, level, x[0], norm, history[0], conv, skip, out[0]):
         bench.part(part, run_part)
+
+
+def form_name(form: layers.WinogradForm) -> str:
+    """In the names of rows."""
+    return f"4x{form.columns}" + (" float products" if form.float_products else "")
 
 
 def winograd_parts(
@@ -310,14 +315,15 @@ def winograd_parts(
     """
     t, rows, cols, c_in = x.shape
     c_out, kernels, size = out.shape[-1], ops.kernels, x.element_size()
-    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
-    band = heuristics.tile_rows_per_band(down, t, heuristics.tile_row_bytes(conv.columns, cols, t, c_in, c_out, size))
+    number, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.form.columns)
+    band = heuristics.tile_rows_per_band(down, t, heuristics.tile_row_bytes(conv.form, cols, t, c_in, c_out, x.dtype))
     tiles = band * across
     components = x.new_empty(number, t + 2, band, across, c_in)
-    products = x.new_empty(number, t, band, across, c_out)
+    product_type = heuristics.product_type(conv.form, x.dtype)
+    products = x.new_empty(number, t, band, across, c_out, dtype=product_type)
     kept = torch.empty_like(history)
     suffix = "" if skip is None else " +res"
-    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out} 4x{conv.columns}{suffix}"
+    shape = f"L{level} {t}x{4 * band}x{cols} {c_in}->{c_out} {form_name(conv.form)}{suffix}"
 
     def transform_input() -> None:
         kernels.winograd_input(x, norm, history, None, 0, components, kept)
@@ -331,7 +337,7 @@ def winograd_parts(
 
     pixels = min(4 * band, rows) * cols
     read = (t + 2) * pixels * c_in * size
-    moved = products.numel() * size + (1 if skip is None else 2) * t * pixels * c_out * size
+    moved = products.numel() * product_type.itemsize + (1 if skip is None else 2) * t * pixels * c_out * size
     return [
         (Row("winograd_input", shape, 0, nbytes=read + components.numel() * size), transform_input),
         (Row("winograd GEMM", shape, 0, flops=2.0 * number * 3 * t * tiles * c_in * c_out), multiply),

@@ -30,6 +30,7 @@ from wan22_vae_decode.backends.base import Halo
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.torch import Padded, TorchBackend
 from wan22_vae_decode.geometry import Architecture, video_frames
+from wan22_vae_decode.layers import WinogradForm
 
 SOURCES = {
     "stream": "residual stream",
@@ -50,28 +51,33 @@ F23 = (0.0, 1.0, -1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One decode: the tiles of each level, the roundings that are left out, here or at one level, and the levels whose
-    taps in time run as F(2, 3).
+    """One decode: the Winograd form of each level, the roundings that are left out, and the levels whose taps in time
+    run as F(2, 3).
     """
 
     name: str
-    columns: Mapping[int, int] = field(default_factory=lambda: heuristics.WINOGRAD_COLUMNS)
+    forms: Mapping[int, layers.WinogradForm] = field(default_factory=lambda: heuristics.WINOGRAD_FORMS)
     upsample: tuple[int, ...] = heuristics.UPSAMPLE_WINOGRAD_LEVELS
-    exact: frozenset[str | tuple[str, int]] = frozenset()
+    exact: frozenset[str] = frozenset()
     temporal: tuple[int, ...] = ()
 
 
 def cases() -> list[Case]:
     """All rows of the table."""
-    used = heuristics.WINOGRAD_COLUMNS
+    others = {level: form for level, form in heuristics.WINOGRAD_FORMS.items() if level > 1}
     found = [Case("as decoded")]
     found += [Case(f"exact: {text}", exact=frozenset([name])) for name, text in SOURCES.items()]
     found.append(Case("all convs direct", {}, ()))
-    for columns in (3, 2):
-        for levels in ((), (0,), (0, 1)):
-            name = f"4x{columns} at 0" + (f", products exact at {' and '.join(map(str, levels))}" if levels else "")
-            exact = frozenset(("products", level) for level in levels)
-            found.append(Case(name, {0: columns, **used}, exact=exact))
+    for columns in (0, 3, 2):
+        for levels in ((), (0,), (1,), (0, 1)):
+            name = f"level 0 in 4x{columns}" if columns else "level 0 direct"
+            forms = {1: WinogradForm(3, 1 in levels), **others}
+            if columns:
+                forms[0] = WinogradForm(columns, 0 in levels)
+            elif 0 in levels:
+                continue
+            name += f", products float32 at {' and '.join(map(str, levels))}" if levels else ""
+            found.append(Case(name, forms))
     found += [Case(f"F(2, 3) in time at {', '.join(map(str, t))}", temporal=t) for t in ((1,), (1, 2), (1, 2, 3))]
     return found
 
@@ -81,13 +87,12 @@ class RoundingBackend(TorchBackend):
     parts. For a first pass, on whole images.
     """
 
-    def __init__(self, case: Case, latent_rows: int) -> None:
-        super().__init__(torch.device("cpu"), torch.float32, case.columns, case.upsample)
+    def __init__(self, case: Case) -> None:
+        super().__init__(torch.device("cpu"), torch.float32, case.forms, case.upsample)
         self._exact = case.exact
-        self._latent_rows = latent_rows
 
-    def _rounded(self, x: Tensor, source: str, level: int | None = None) -> Tensor:
-        return x if source in self._exact or (source, level) in self._exact else x.half().float()
+    def _rounded(self, x: Tensor, source: str) -> Tensor:
+        return x if source in self._exact else x.half().float()
 
     def _stored(self, y: Tensor, residual: Tensor | None) -> Tensor:
         """A conv's result. Sums that are kept exact are rounded by their readers."""
@@ -112,29 +117,30 @@ class RoundingBackend(TorchBackend):
     def winograd_conv3d(
         self, x: Padded, conv: layers.WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        down, across = winograd.tile_transforms(conv.columns)
+        down, across = winograd.tile_transforms(conv.form.columns)
         rows, cols = x.tensor.shape[2:4]
         frames = x.tensor.shape[1] - 2
-        level = (rows // self._latent_rows).bit_length() - 1
         temporal = conv.weight.shape[2] == 4
-        below, right = -rows % winograd.TILE_ROWS, -cols % conv.columns
+        columns = conv.form.columns
+        below, right = -rows % winograd.TILE_ROWS, -cols % columns
         padded = F.pad(x.tensor, (0, 0, 1, 1 + right, 1, 1 + below, 0, frames % 2 if temporal else 0))
         # [B, T, tile rows, tiles, C, rows, columns of a tile], and of as many frames as enter an output.
-        tiles = padded.unfold(2, winograd.TILE_ROWS + 2, winograd.TILE_ROWS).unfold(3, conv.columns + 2, conv.columns)
+        tiles = padded.unfold(2, winograd.TILE_ROWS + 2, winograd.TILE_ROWS).unfold(3, columns + 2, columns)
         components = torch.einsum("im,jn,btyxcmn->ijbtyxc", down.input.float(), across.input.float(), tiles)
         if temporal:
             time = winograd.transforms(F23)
             components = torch.einsum("kf,ijbtyxcf->kijbtyxc", time.input.float(), components.unfold(3, 4, 2))
-            components = self._rounded(components, "components", level)
+            components = self._rounded(components, "components")
             products = torch.einsum("pibtyxc,iopc->pibtyxo", components.flatten(1, 2), conv.weight)
-            products = self._rounded(products, "products", level)
+            products = self._rounded(products, "products")
             products = torch.einsum("sp,pibtyxo->ibtsyxo", time.output.float(), products).flatten(2, 3)[:, :, :frames]
         else:
-            components = self._rounded(components, "components", level)
+            components = self._rounded(components, "components")
             windows = torch.cat([components[:, :, :, tap : tap + frames] for tap in range(3)], dim=-1).flatten(0, 1)
             products = windows.flatten(1, -2) @ conv.weight.flatten(2).transpose(1, 2)
-            products = self._rounded(products.view(*windows.shape[:-1], -1), "products", level)
-        products = products.unflatten(0, (winograd.TILE_ROWS + 2, conv.columns + 2))
+            products = products.view(*windows.shape[:-1], -1)
+            products = products if conv.form.float_products else self._rounded(products, "products")
+        products = products.unflatten(0, (winograd.TILE_ROWS + 2, columns + 2))
         y = torch.einsum("pi,qj,ijbtyxo->btypxqo", down.output.float(), across.output.float(), products)
         return self._stored(y.flatten(4, 5).flatten(2, 3)[:, :, :rows, :cols] + conv.bias, residual)
 
@@ -207,12 +213,12 @@ class Weights:
         return replace(rounded, up_blocks=tuple(blocks))
 
     def _prepared(self, case: Case, dtype: torch.dtype) -> layers.DecoderWeights:
-        key = dtype, tuple(case.columns.items()), case.upsample
+        key = dtype, tuple(case.forms.items()), case.upsample
         if key not in self._kept:
             # Up to 10 GB each: the last and this one.
             for old in list(self._kept)[:-1]:
                 del self._kept[old]
-            backend = TorchBackend(torch.device("cpu"), dtype, case.columns, case.upsample)
+            backend = TorchBackend(torch.device("cpu"), dtype, case.forms, case.upsample)
             self._kept[key] = _widened(weights.prepare(self._state, self._arch, backend))
         return self._kept[key]
 
@@ -269,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     # F(2, 3) across a tile, which no kernel has.
     with mock.patch.dict(winograd.POINTS, {2: F23}):
         for case in cases():
-            video = decoded(latents, prepared.of(case), arch, RoundingBackend(case, arguments.latents[1]))
+            video = decoded(latents, prepared.of(case), arch, RoundingBackend(case))
             rows.append({"name": case.name, "psnr_db": distance(video, reference).psnr_db})
             print(f"{rows[-1]['psnr_db']:7.2f} dB  {case.name}", flush=True)
     decode.write_report(arguments.out / "rounding.json", "CPU", latents=list(arguments.latents), rows=rows)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Winograd costs in accuracy and saves in time, by level and tile: the choice in `heuristics.WINOGRAD_COLUMNS`.
+"""What Winograd costs in accuracy and saves in time, by level and tile: the choice in `heuristics.WINOGRAD_FORMS`.
 
     python benchmarks/winograd_levels.py
 
 Decodes with the CUDA kernels in float16, with Winograd on different levels in tiles of four rows and four or three
-columns. PSNR is against float32 without TF32, with both weight sets of ``decode_weights``; time is of 121 frames.
+columns, with products in float16 or float32. PSNR is against float32 without TF32, with both weight sets of
+``decode_weights``; time is of 121 frames.
 Writes JSON to benchmarks/results.
 """
 
@@ -24,30 +25,35 @@ import torch
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.accuracy import strict_float32
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
+from wan22_vae_decode.layers import WinogradForm
 
-# Level -> columns of a tile; levels left out have direct convs.
-CHOICES: tuple[dict[int, int], ...] = (
-    {},
-    {3: 4},
-    {2: 4, 3: 4},
-    {1: 3, 2: 4, 3: 4},
-    {1: 4, 2: 4, 3: 4},
-    {1: 3, 2: 3, 3: 4},
-    {1: 3, 2: 3, 3: 3},
-    {0: 3, 1: 3, 2: 4, 3: 4},
-    {0: 3, 1: 3, 2: 3, 3: 4},
+# Level -> columns of a tile, and the levels whose products are float32; levels left out have direct convs.
+CHOICES: tuple[tuple[dict[int, int], tuple[int, ...]], ...] = (
+    ({}, ()),
+    ({3: 4}, ()),
+    ({2: 4, 3: 4}, ()),
+    ({1: 3, 2: 4, 3: 4}, ()),
+    ({1: 3, 2: 4, 3: 4}, (1,)),
+    ({1: 4, 2: 4, 3: 4}, ()),
+    ({1: 4, 2: 4, 3: 4}, (1,)),
+    ({1: 3, 2: 3, 3: 3}, ()),
+    ({0: 3, 1: 3, 2: 4, 3: 4}, ()),
+    ({0: 3, 1: 3, 2: 4, 3: 4}, (0,)),
+    ({0: 3, 1: 3, 2: 4, 3: 4}, (0, 1)),
+    ({0: 4, 1: 3, 2: 4, 3: 4}, (0, 1)),
+    ({0: 3, 1: 3, 2: 3, 3: 4}, (0, 1)),
 )
 
 
-class WithColumns(CudaBackend):
-    """The CUDA backend with given tiles."""
+class WithForms(CudaBackend):
+    """The CUDA backend with given forms of its convs."""
 
-    def __init__(self, base: CudaBackend, columns: dict[int, int]) -> None:
+    def __init__(self, base: CudaBackend, columns: dict[int, int], float_products: tuple[int, ...]) -> None:
         super().__init__(base.device, base.dtype, base.kernels)
-        self._columns = columns
+        self._forms = {level: WinogradForm(m, level in float_products) for level, m in columns.items()}
 
-    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
-        return self._columns.get(level, 0)
+    def winograd_form(self, level: int, c_in: int, c_out: int, split_rows: bool) -> WinogradForm | None:
+        return self._forms.get(level)
 
 
 def main() -> int:
@@ -60,7 +66,10 @@ def main() -> int:
     if base is None:
         return 2
     device = base.device
-    rows: list[dict[str, Any]] = [{"columns": columns, "psnr_db": {}, "worst_frame_db": {}} for columns in CHOICES]
+    rows: list[dict[str, Any]] = [
+        {"columns": columns, "float_products": levels, "psnr_db": {}, "worst_frame_db": {}}
+        for columns, levels in CHOICES
+    ]
     for kind in decode_weights.SETS:
         vae = decode_weights.random_vae(kind, device)
         generator = torch.Generator(device).manual_seed(1)
@@ -68,9 +77,8 @@ def main() -> int:
         with torch.no_grad(), strict_float32():
             reference = vae.decode(latents).sample
         for row in rows:
-            decoder = Decoder.from_state_dict(
-                vae.state_dict(), device=device, dtype="float16", backend=WithColumns(base, row["columns"])
-            )
+            backend = WithForms(base, row["columns"], row["float_products"])
+            decoder = Decoder.from_state_dict(vae.state_dict(), device=device, dtype="float16", backend=backend)
             row["psnr_db"][kind], row["worst_frame_db"][kind], _ = decode.compare(decoder.decode(latents), reference)
             if kind == decode_weights.SETS[0]:
                 row["ms"] = milliseconds(decoder, arguments.repeats)

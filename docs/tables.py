@@ -228,6 +228,8 @@ def winograd_levels(report: dict[str, Any]) -> str:
     rows = []
     for row in report["rows"]:
         tiles = ", ".join(f"4x{columns} at {level}" for level, columns in sorted(row["columns"].items()))
+        if row.get("float_products"):
+            tiles += f"; products float32 at {' and '.join(map(str, row['float_products']))}"
         psnr = [_figure(row["psnr_db"].get(kind), 1) for kind in sets]
         rows.append([tiles or "none", *psnr, _figure(row["ms"] / 1000, 2)])
     header = ["tiles, and levels", *(f"dB, {kind}" for kind in sets), "121 frames, s"]

@@ -25,16 +25,28 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class WinogradConv:
-    """A 3x3x3 convolution in F(4 x ``columns``, 3x3) form: ``weight`` [components, C_out, 3, C_in], ``bias`` [C_out].
+class WinogradForm:
+    """How a 3x3x3 convolution runs as F(4 x ``columns``, 3x3): tiles have four rows and ``columns`` (3 or 4) columns.
 
-    Component i * (columns + 2) + j belongs to row i of the vertical and row j of the horizontal transform; the third
-    axis is the temporal tap, oldest first, so that a component's GEMM runs over K = 3 * C_in.
+    ``float_products``: the components' products stay in the accumulators' type until the output transform, which takes
+    twice the bytes and saves one of three roundings; otherwise they are rounded to the compute type.
+    """
+
+    columns: int
+    float_products: bool = False
+
+
+@dataclass(frozen=True)
+class WinogradConv:
+    """A 3x3x3 convolution in a Winograd ``form``: ``weight`` [components, C_out, 3, C_in], ``bias`` [C_out].
+
+    Component i * (form.columns + 2) + j belongs to row i of the vertical and row j of the horizontal transform; the
+    third axis is the temporal tap, oldest first, so that a component's GEMM runs over K = 3 * C_in.
     """
 
     weight: Tensor
     bias: Tensor
-    columns: int
+    form: WinogradForm
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,14 @@ def _resnet_steps(
     """``preserve``: the residual must not be overwritten. ``keep_input``: somebody reads the input later. ``copies``: a
     window of frames is pruned after every conv, by copying when a batch has several items.
     """
-    conv1 = replace(shape, tile_columns=ops.winograd_columns(level, shape.c_in, shape.c_out, split))
-    columns2 = ops.winograd_columns(level, shape.c_out, shape.c_out, split)
-    conv2 = replace(shape, c_in=shape.c_out, tile_columns=columns2)
+    conv1 = replace(shape, winograd=ops.winograd_form(level, shape.c_in, shape.c_out, split))
+    form2 = ops.winograd_form(level, shape.c_out, shape.c_out, split)
+    conv2 = replace(shape, c_in=shape.c_out, winograd=form2)
     x = _activation(ops, shape, shape.c_in)
     y = _activation(ops, shape, shape.c_out)
     padded1, padded2 = ops.input_bytes(conv1), ops.input_bytes(conv2)
     work1, work2 = (
-        ops.workspace_bytes("winograd_conv3d" if conv.tile_columns else "causal_conv3d", conv)
-        for conv in (conv1, conv2)
+        ops.workspace_bytes("winograd_conv3d" if conv.winograd else "causal_conv3d", conv) for conv in (conv1, conv2)
     )
     # What a conv input that refers to x keeps alive: x itself and the rows received for it.
     held1 = x if ops.input_holds_x(conv1) else 0

@@ -27,6 +27,7 @@ from wan22_vae_decode.layers import (
     UpsampleConv,
     Upsampler,
     WinogradConv,
+    WinogradForm,
 )
 
 if TYPE_CHECKING:
@@ -222,17 +223,17 @@ class _Preparation:
         return UpBlock(resnets, Upsampler(time, spatial))
 
     def resnet(self, name: str, level: int, c_in: int, c_out: int) -> Resnet:
-        columns1 = self.backend.winograd_columns(level, c_in, c_out, self.split_rows)
-        columns2 = self.backend.winograd_columns(level, c_out, c_out, self.split_rows)
+        form1 = self.backend.winograd_form(level, c_in, c_out, self.split_rows)
+        form2 = self.backend.winograd_form(level, c_out, c_out, self.split_rows)
         shortcut, shortcut_bias = None, None
         if c_in != c_out:
             shortcut = Pointwise(self.typed(self.wide(f"{name}.conv_shortcut.weight").flatten(1)), None)
             shortcut_bias = self.wide(f"{name}.conv_shortcut.bias")
         return Resnet(
             norm1=self.norm(f"{name}.norm1.gamma"),
-            conv1=self.conv3d(f"{name}.conv1", columns1),
+            conv1=self.conv3d(f"{name}.conv1", form1),
             norm2=self.norm(f"{name}.norm2.gamma"),
-            conv2=self.conv3d(f"{name}.conv2", columns2, extra_bias=shortcut_bias),
+            conv2=self.conv3d(f"{name}.conv2", form2, extra_bias=shortcut_bias),
             shortcut=shortcut,
         )
 
@@ -252,13 +253,13 @@ class _Preparation:
         weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
         return Conv(self.typed(weight), self.exact(self.wide(f"{name}.bias")))
 
-    def conv3d(self, name: str, tile_columns: int, extra_bias: Tensor | None = None) -> Conv | WinogradConv:
+    def conv3d(self, name: str, form: WinogradForm | None, extra_bias: Tensor | None = None) -> Conv | WinogradConv:
         weight = self.wide(f"{name}.weight").permute(0, 2, 3, 4, 1)
         bias = self.wide(f"{name}.bias")
         bias = self.exact(bias if extra_bias is None else bias + extra_bias)
-        if tile_columns:
-            components = winograd.prepare_weight(weight, tile_columns, self.backend.dtype)
-            return WinogradConv(components, bias, tile_columns)
+        if form is not None:
+            components = winograd.prepare_weight(weight, form.columns, self.backend.dtype)
+            return WinogradConv(components, bias, form)
         return Conv(self.typed(weight), bias)
 
     def pointwise(self, name: str) -> Pointwise:

@@ -19,8 +19,8 @@ def text(page):
 
 def test_how_it_works():
     page = text("how_it_works.md")
-    columns = [heuristics.WINOGRAD_COLUMNS.get(level) for level in range(4)]
-    cells = ["direct" if m is None else f"F(4x{m}, 3x3)" for m in columns]
+    forms = [heuristics.WINOGRAD_FORMS.get(level) for level in range(4)]
+    cells = ["direct" if form is None else f"F(4x{form.columns}, 3x3)" for form in forms]
     assert f"| 3x3x3 convs of the `cuda` backend | {' | '.join(cells)} |" in page
     for points in winograd.POINTS.values():
         assert ", ".join("0" if point == 0 else f"±{point:g}" for point in points if point >= 0) in page

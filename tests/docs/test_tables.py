@@ -64,9 +64,11 @@ def test_results_of_the_other_benchmarks(tables, tmp_path):
     (tmp_path / "stream_memory.png").touch()
     assert "| stream | 7.0 | 7.1 |" in tables.stream_memory(tmp_path)
     assert "(../benchmarks/results/stream_memory.png)" in tables.stream_memory(tmp_path)
-    levels = common | {"rows": [{"columns": {"1": 3, "3": 4}, "psnr_db": {"branches": 70.21}, "ms": 1494}]}
+    levels = common | {
+        "rows": [{"columns": {"1": 3, "3": 4}, "float_products": [1], "psnr_db": {"branches": 70.21}, "ms": 1494}]
+    }
     (tmp_path / "winograd_levels.json").write_text(json.dumps(levels))
-    assert "| 4x3 at 1, 4x4 at 3 | 70.2 | 1.49 |" in tables.winograd_levels(tmp_path)
+    assert "| 4x3 at 1, 4x4 at 3; products float32 at 1 | 70.2 | 1.49 |" in tables.winograd_levels(tmp_path)
     row = {"name": "matmul", "ms": 1.7, "joules": 1.1, "watts": 690.4, "mhz": 1410, "flops": 1e12, "nbytes": 0}
     rows = [row, row | {"name": "copy", "flops": 0, "nbytes": 1e10}, row | {"name": "decode", "flops": 0}]
     (tmp_path / "energy.json").write_text(json.dumps(common | {"limit_watts": 700, "rows": rows}))

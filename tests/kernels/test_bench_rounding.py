@@ -11,7 +11,9 @@ import torch
 
 from wan22_vae_decode import weights, winograd
 from wan22_vae_decode.accuracy import distance
+from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import WinogradForm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -35,7 +37,7 @@ def decode(rounding, make_state_dict, latents):
             plain = TorchBackend(torch.device("cpu"), torch.float32)
             return rounding.decoded(video, weights.prepare(state, arch, plain), arch, plain)
         with torch.no_grad(), mock.patch.dict(winograd.POINTS, {2: rounding.F23}):
-            return rounding.decoded(video, prepared.of(case), arch, rounding.RoundingBackend(case, 3))
+            return rounding.decoded(video, prepared.of(case), arch, rounding.RoundingBackend(case))
 
     return run
 
@@ -43,8 +45,8 @@ def decode(rounding, make_state_dict, latents):
 def test_without_any_rounding_it_is_the_float32_decode(rounding, decode):
     everything = frozenset(rounding.SOURCES)
     reference = decode(None)
-    for columns, upsample in (({1: 3, 2: 4, 3: 4}, (1, 2)), ({0: 2}, ()), ({}, ())):
-        case = rounding.Case("exact", columns, upsample, everything)
+    for forms, upsample in ((heuristics.WINOGRAD_FORMS, (1, 2)), ({0: WinogradForm(2)}, ()), ({}, ())):
+        case = rounding.Case("exact", forms, upsample, everything)
         assert distance(decode(case), reference).psnr_db > 110
 
 
@@ -70,11 +72,12 @@ def test_every_rounding_is_made_and_can_be_left_out(rounding, decode):
     )
 
 
-def test_products_can_be_exact_at_one_level_only(rounding, decode):
+def test_products_can_be_float32_at_one_level_only(rounding, decode):
     everything = frozenset(rounding.SOURCES) - {"products"}
-    exact = decode(rounding.Case("", exact=everything | {"products"}))
-    some = decode(rounding.Case("", exact=everything | {("products", 1)}))
-    none = decode(rounding.Case("", exact=everything))
+    half, mixed = ({1: WinogradForm(3, float_products), 2: WinogradForm(4)} for float_products in (False, True))
+    exact = decode(rounding.Case("", half, exact=everything | {"products"}))
+    some = decode(rounding.Case("", mixed, exact=everything))
+    none = decode(rounding.Case("", half, exact=everything))
     assert 0 < (some - exact).square().mean() < (none - exact).square().mean()
 
 

@@ -166,6 +166,11 @@ def test_every_element_type_keeps_its_own_kernels(arch, built):
             library.TapGemmProblem(m=1, n=8, channels=8, taps=1, batch=1, a_stride_m=12),
             "stride 12 is not a multiple",
         ),
+        (
+            "wan_tap_gemm_bf16",
+            library.TapGemmProblem(m=1, n=8, channels=8, taps=1, batch=1),
+            "no kernel for results of dtype 0",
+        ),
     ],
 )
 def test_launchers_refuse_what_they_cannot_do(built, symbol, problem, message):

@@ -72,7 +72,7 @@ class Emulator:
         out = F.conv3d(padded.permute(0, 4, 1, 2, 3), w.permute(0, 4, 1, 2, 3)).permute(0, 2, 3, 4, 1)
         self.epilogue(dtype, out, bias, residual, y, out.stride() if out.is_contiguous() else None)
 
-    def tap_gemm(self, dtype, p, a, b, bias, residual, d, tile):
+    def tap_gemm(self, dtype, p, a, b, bias, residual, d, d_dtype, tile):
         assert tile in HOPPER.tile_cost
         for field, kind in p._fields_:
             if kind is ctypes.c_int64:
@@ -80,7 +80,9 @@ class Emulator:
         a = at(a, dtype, (p.batch, p.m, p.taps, p.channels), (p.a_stride_batch, p.a_stride_m, p.a_stride_tap, 1))
         b = at(b, dtype, (p.batch, p.n, p.taps, p.channels), (p.b_stride_batch, p.b_stride_n, p.b_stride_tap, 1))
         out = torch.einsum("lmtc,lntc->lmn", a.float(), b.float())
-        self.epilogue(dtype, out, bias, residual, d, (p.d_stride_batch, p.d_stride_m, 1))
+        d_dtype = ELEMENTS[d_dtype]
+        assert d_dtype == dtype or (d_dtype == torch.float32 and bias is residual is None)
+        self.epilogue(d_dtype, out, bias, residual, d, (p.d_stride_batch, p.d_stride_m, 1))
 
     def epilogue(self, dtype, out, bias, residual, address, strides):
         if bias is not None:
@@ -134,10 +136,11 @@ class Emulator:
         out = at(v, dtype, (6, width + 2, p.frames + 2, p.tile_rows, across, p.channels))
         out.copy_(torch.einsum("im,jn,tyxcmn->ijtyxc", b_down, b_across, tiles))
 
-    def winograd_output(self, p, m, bias, residual, y, dtype):
-        dtype = ELEMENTS[dtype]
+    def winograd_output(self, p, m, bias, residual, y, m_dtype, dtype):
+        m_dtype, dtype = ELEMENTS[m_dtype], ELEMENTS[dtype]
+        assert m_dtype in (dtype, torch.float32)
         across = -(-p.columns // p.tile_columns)
-        products = at(m, dtype, (6, p.tile_columns + 2, p.frames, p.tile_rows, across, p.channels)).float()
+        products = at(m, m_dtype, (6, p.tile_columns + 2, p.frames, p.tile_rows, across, p.channels)).float()
         a_down, a_across = (matrices.output.float() for matrices in winograd.tile_transforms(p.tile_columns))
         whole = torch.einsum("pi,qj,ijtyxo->typxqo", a_down, a_across, products).flatten(3, 4).flatten(1, 2)
         rows = slice(4 * p.first_tile_row, min(p.rows, 4 * (p.first_tile_row + p.tile_rows)))
@@ -393,7 +396,7 @@ def test_bands_do_not_change_a_winograd_conv(request, backend, emulator, monkeyp
 def winograd_layer(backend, channels=8):
     random = selftest._Random(backend.dtype, 5)
     weight = winograd.transform_weight(random.weight(channels, 3, 3, 3, channels), 3).to(backend.dtype)
-    return random(1, 2, 4, 4, channels), layers.WinogradConv(weight, random.fp32(channels), 3)
+    return random(1, 2, 4, 4, channels), layers.WinogradConv(weight, random.fp32(channels), layers.WinogradForm(3))
 
 
 def test_a_winograd_input_that_was_written_since_is_refused(backend):
@@ -532,8 +535,9 @@ def test_band_choice(rows, frames, size, expected):
 
 def test_method_choice():
     for split_rows in (False, True):
-        assert [heuristics.winograd_columns(level, 256, split_rows) for level in range(4)] == [0, 3, 4, 4]
-    assert heuristics.winograd_columns(2, 1032, False) == 0
+        forms = [heuristics.winograd_form(level, 256, split_rows) for level in range(4)]
+        assert forms == [None, layers.WinogradForm(3), layers.WinogradForm(4), layers.WinogradForm(4)]
+    assert heuristics.winograd_form(2, 1032, False) is None
     methods = {torch.float16: ["phases", "winograd", "winograd"], torch.bfloat16: ["phases"] * 3}
     for dtype, expected in methods.items():
         assert [heuristics.upsample_method(dtype, level) for level in range(3)] == expected

@@ -155,7 +155,7 @@ def test_history_carries_a_winograd_conv_across_passes(backend):
     conv = layers.WinogradConv(
         winograd.transform_weight(random.weight(64, 3, 3, 3, 256), 3).to(backend.device, backend.dtype),
         random.fp32(64).to(backend.device),
-        columns=3,
+        layers.WinogradForm(3),
     )
     x, norm = random(1, 4, 10, 14, 256).to(backend.device), 1 + 0.1 * random.fp32(256).to(backend.device)
     source, kept = backend.norm_silu_pad(x, norm, None, None, conv)
@@ -268,7 +268,9 @@ def test_more_than_2_31_elements(backend, method):
     prepared = {
         "direct": layers.Conv(weight.to(backend.device), bias.to(backend.device)),
         "winograd": layers.WinogradConv(
-            winograd.transform_weight(weight, 4).to(backend.device, backend.dtype), bias.to(backend.device), 4
+            winograd.transform_weight(weight, 4).to(backend.device, backend.dtype),
+            bias.to(backend.device),
+            layers.WinogradForm(4),
         ),
     }
     conv = prepared[method]

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from wan22_vae_decode import jit, layers
+from wan22_vae_decode import jit, layers, winograd
 from wan22_vae_decode.backends.cuda import heuristics, library, selftest
 from wan22_vae_decode.backends.cuda.backend import CudaBackend
 from wan22_vae_decode.backends.cuda.kernels import Kernels
@@ -18,6 +18,7 @@ from wan22_vae_decode.backends.cuda.selftest import Case
 from wan22_vae_decode.backends.cuda.targets import TARGETS
 from wan22_vae_decode.jit import arch as arch_module
 from wan22_vae_decode.jit.toolchain import Nvcc, Toolchain
+from wan22_vae_decode.layers import WinogradForm
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TENSOR_CORE = ("wan_conv3d", "wan_tap_gemm")
@@ -134,12 +135,12 @@ FULL_SIZE = [
 ]
 
 
-def winograd_conv(arch, columns, frames, rows, cols, c_in, c_out):
+def winograd_conv(arch, form, frames, rows, cols, c_in, c_out):
     """The launches of a Winograd conv at full size."""
     backend, launched = recording_backend(arch, torch.float16, META)
     random = Shapes(torch.float16, 0)
-    weight = random(6 * (columns + 2), c_out, 3, c_in)
-    conv = layers.WinogradConv(weight, random.fp32(c_out), columns)
+    weight = random(winograd.components(form.columns), c_out, 3, c_in)
+    conv = layers.WinogradConv(weight, random.fp32(c_out), form)
     source, _ = backend.norm_silu_pad(random(1, frames, rows, cols, c_in), random.fp32(c_in), None, None, conv)
     backend.winograd_conv3d(source, conv)
     return launched
@@ -168,7 +169,7 @@ def check_tensor_core_launches(arch, launched):
             assert math.prod(size[:4]) < 2**31
             assert out.is_contiguous()
         else:
-            a, b, _, residual, out = operands
+            a, b, _, residual, out, _ = operands
             taps = (p.taps, p.channels)
             assert_inside(a, (p.batch, p.m, *taps), (p.a_stride_batch, p.a_stride_m, p.a_stride_tap, 1))
             assert_inside(b, (p.batch, p.n, *taps), (p.b_stride_batch, p.b_stride_n, p.b_stride_tap, 1))
@@ -188,7 +189,13 @@ def test_descriptors_stay_inside_their_tensors_at_full_size(arch, case):
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(
-    "size", [(3, 8, 88, 156, 1024, 1024), (4, 16, 176, 312, 1024, 512), (4, 16, 352, 624, 256, 256)]
+    ("form", "size"),
+    [
+        (WinogradForm(3), (8, 88, 156, 1024, 1024)),
+        (WinogradForm(3, float_products=True), (8, 88, 156, 1024, 1024)),
+        (WinogradForm(4), (16, 176, 312, 1024, 512)),
+        (WinogradForm(4), (16, 352, 624, 256, 256)),
+    ],
 )
-def test_winograd_descriptors_stay_inside_their_tensors_at_full_size(arch, size):
-    check_tensor_core_launches(arch, winograd_conv(arch, *size))
+def test_winograd_descriptors_stay_inside_their_tensors_at_full_size(arch, form, size):
+    check_tensor_core_launches(arch, winograd_conv(arch, form, *size))

@@ -8,6 +8,7 @@ import torch
 
 from wan22_vae_decode import Decoder
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import WinogradForm
 
 CPU = torch.device("cpu")
 
@@ -74,7 +75,14 @@ def test_video_does_not_depend_on_the_slab(frames_per_slab, monkeypatch, state_d
     assert (decoder.decode(z, torch.float64) - whole).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("options", [{"winograd_levels": {0: 3, 1: 3, 2: 4, 3: 4}}, {"upsample_winograd": {0, 1, 2}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"winograd_levels": {0: WinogradForm(3), 1: WinogradForm(3, True), 2: WinogradForm(4), 3: WinogradForm(4)}},
+        {"upsample_winograd": {0, 1, 2}},
+    ],
+    ids=["winograd", "upsampling"],
+)
 def test_other_forms_of_the_convs_are_the_same_function(options, state_dict, latents):
     z = latents(4, 3, 5)
     direct = Decoder.from_state_dict(state_dict, dtype="float64").decode(z, torch.float64)

@@ -8,6 +8,7 @@ import torch
 
 from wan22_vae_decode import DecodeError, Decoder, OutOfMemoryError, weights
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import WinogradForm
 
 PER_PASS = 2
 FRAMES = 6
@@ -114,11 +115,11 @@ def test_winograd_weights_beyond_float16_count_as_overflow(make_state_dict, late
     tensors["decoder.up_blocks.2.resnets.1.conv1.weight"][3, 5] = 1e6
     z = latents(2, 2, 2).float()
 
-    def make(dtype, levels):
-        return TorchBackend(torch.device("cpu"), dtype, winograd_levels=levels)
+    def make(dtype, winograd):
+        return TorchBackend(torch.device("cpu"), dtype, winograd_levels={2: WinogradForm(4)} if winograd else {})
 
-    expected = decode(tensors, z, "bfloat16", backend=make(torch.bfloat16, {2: 4}))
-    video = decode(tensors, z, "float16", backend=make(torch.float16, {2: 4}))
+    expected = decode(tensors, z, "bfloat16", backend=make(torch.bfloat16, True))
+    video = decode(tensors, z, "float16", backend=make(torch.float16, True))
     assert torch.equal(video, expected)
     assert len(caplog.records) == 1
 

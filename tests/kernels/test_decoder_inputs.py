@@ -10,6 +10,7 @@ import torch
 
 from wan22_vae_decode import BackendUnavailableError, Decoder, InputError, WeightsError, backends, log, why_not
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import WinogradForm
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_cpu_has_no_index(state_dict, latents):
 
 def test_default_device_does_not_matter(state_dict, decoder, latents):
     z = latents(2, 2, 2).float()
-    ops = TorchBackend(torch.device("cpu"), torch.float32, winograd_levels={1: 3})
+    ops = TorchBackend(torch.device("cpu"), torch.float32, winograd_levels={1: WinogradForm(3)})
     expected = decoder.decode(z), Decoder.from_state_dict(state_dict, backend=ops).decode(z)
     with torch.device("meta"):
         plain = Decoder.from_state_dict(state_dict, frames_per_pass=2)

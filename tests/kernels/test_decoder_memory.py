@@ -18,7 +18,7 @@ from wan22_vae_decode.backends.cuda.kernels import Kernels
 from wan22_vae_decode.backends.cuda.targets import HOPPER
 from wan22_vae_decode.backends.torch import TorchBackend, _free_host_bytes
 from wan22_vae_decode.geometry import Architecture
-from wan22_vae_decode.layers import UpsampleConv, WinogradConv
+from wan22_vae_decode.layers import UpsampleConv, WinogradConv, WinogradForm
 
 CPU = torch.device("cpu")
 
@@ -54,8 +54,8 @@ class LiveBytes(TorchDispatchMode):
         (2, 2, 3, 5, {}, ()),
         (4, 1, 8, 12, {}, ()),
         (4, 1, 8, 12, {}, (0, 1, 2)),
-        (1, 1, 4, 6, {0: 4, 1: 4, 2: 3, 3: 3}, ()),
-        (2, 2, 3, 5, {1: 3, 2: 4, 3: 4}, (1, 2)),
+        (1, 1, 4, 6, {0: WinogradForm(4), 1: WinogradForm(4), 2: WinogradForm(3), 3: WinogradForm(3, True)}, ()),
+        (2, 2, 3, 5, {1: WinogradForm(3), 2: WinogradForm(4), 3: WinogradForm(4)}, (1, 2)),
     ],
 )
 def test_pass_holds_no_more_than_the_formula(
@@ -75,6 +75,7 @@ def test_pass_holds_no_more_than_the_formula(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("float_products", [False, True])
 @pytest.mark.parametrize("columns", [3, 4])
 @pytest.mark.parametrize(
     "size",
@@ -85,15 +86,16 @@ def test_pass_holds_no_more_than_the_formula(
     ],
     ids=["square", "halo", "narrowing"],
 )
-def test_winograd_conv_holds_no_more_than_the_formula(size, columns, dtype):
+def test_winograd_conv_holds_no_more_than_the_formula(size, columns, float_products, dtype):
     ops = TorchBackend(CPU, dtype)
     x = torch.randn(size.batch, size.frames, size.rows, size.cols, size.c_in).to(dtype)
     out = x.new_zeros(size.batch, size.frames, size.rows, size.cols, size.c_out)
     halo = Halo(x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()) if size.row_halo else None
+    form = WinogradForm(columns, float_products)
     weight = torch.randn(winograd.components(columns), size.c_out, 3, size.c_in).to(dtype)
-    conv = WinogradConv(weight, torch.zeros(size.c_out), columns)
+    conv = WinogradConv(weight, torch.zeros(size.c_out), form)
     source, _ = ops.causal_pad(x, None, halo, conv)
-    predicted = ops.workspace_bytes("winograd_conv3d", replace(size, tile_columns=columns))
+    predicted = ops.workspace_bytes("winograd_conv3d", replace(size, winograd=form))
     with LiveBytes() as live:
         ops.winograd_conv3d(source, conv, residual=out, out=out)
     assert 0.9 * predicted <= live.peak <= predicted

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from wan22_vae_decode import Decoder, WeightsError, weights, why_not, winograd
 from wan22_vae_decode.backends.torch import TorchBackend
 from wan22_vae_decode.geometry import Architecture
+from wan22_vae_decode.layers import WinogradForm
 
 CPU = torch.device("cpu")
 
@@ -175,7 +176,7 @@ def test_winograd_weights_are_rounded_jointly(columns, dtype, state_dict, monkey
     exact = winograd.transform_weight(state_dict[f"{name}.weight"].permute(0, 2, 3, 4, 1), columns)
     # As many parts as output channels: filters do not depend on each other.
     monkeypatch.setattr(winograd, "_PART_CHANNELS", 1)
-    ops = TorchBackend(CPU, dtype, winograd_levels={1: columns})
+    ops = TorchBackend(CPU, dtype, winograd_levels={1: WinogradForm(columns)})
     prepared = weights.prepare(state_dict, Architecture(8, 4), ops).up_blocks[1].resnets[1].conv1.weight
     assert prepared.is_contiguous()
     assert torch.equal(prepared, winograd.round_weight(exact, dtype))

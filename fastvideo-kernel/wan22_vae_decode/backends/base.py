@@ -46,6 +46,7 @@ from wan22_vae_decode.layers import (
     Pointwise,
     UpsampleConv,
     WinogradConv,
+    WinogradForm,
 )
 
 ConvInput = Any
@@ -64,8 +65,8 @@ class Halo(NamedTuple):
 
 @dataclass(frozen=True)
 class OpShape:
-    """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo, ``tile_columns``
-    of a Winograd conv, ``upsample_method`` of an upsampling conv.
+    """Sizes of one op, for the memory prediction: ``frames`` without history, ``rows`` without halo, the form of a
+    ``winograd`` conv, ``upsample_method`` of an upsampling conv.
     """
 
     batch: int
@@ -75,7 +76,7 @@ class OpShape:
     c_in: int
     c_out: int
     row_halo: bool
-    tile_columns: int = 0
+    winograd: WinogradForm | None = None
     upsample_method: str = "phases"
 
 
@@ -98,14 +99,14 @@ class Backend(ABC):
 
     # Choices and resources
 
-    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
-        """Columns of the Winograd tiles of a level's 3x3x3 convs (level 0 is the latents' resolution); 0: direct convs.
+    def winograd_form(self, level: int, c_in: int, c_out: int, split_rows: bool) -> WinogradForm | None:
+        """The Winograd form of a level's 3x3x3 convs (level 0 is the latents' resolution); None: direct convs.
 
         With ``split_rows`` the decoder runs on row bands, whose edges are multiples of four rows only from level 1
         on (with at least two latent rows a rank): Winograd at level 0 would place its tiles differently from one
         device.
         """
-        return 0
+        return None
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         """``"phases"`` or ``"winograd"`` (see ``UpsampleConv``) for the upsampler that leaves ``level``.

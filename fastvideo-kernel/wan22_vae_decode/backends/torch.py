@@ -26,6 +26,7 @@ from wan22_vae_decode.layers import (
     Pointwise,
     UpsampleConv,
     WinogradConv,
+    WinogradForm,
 )
 from wan22_vae_decode.weights import HEAD_CHANNELS
 
@@ -43,8 +44,7 @@ class TorchBackend(Backend):
     Args:
         device: any torch device.
         dtype: float64, float32, bfloat16 or float16.
-        winograd_levels: levels whose 3x3x3 convs run as F(4 x columns, 3x3) -> columns, to check that form in a whole
-            decode.
+        winograd_levels: levels whose 3x3x3 convs run in Winograd form -> that form, to check it in a whole decode.
         upsample_winograd: levels whose upsampling convs run as F(3x3, 2x2), likewise.
     """
 
@@ -54,7 +54,7 @@ class TorchBackend(Backend):
         self,
         device: torch.device,
         dtype: torch.dtype,
-        winograd_levels: Mapping[int, int] | None = None,
+        winograd_levels: Mapping[int, WinogradForm] | None = None,
         upsample_winograd: Collection[int] = (),
     ) -> None:
         super().__init__(device, dtype)
@@ -67,8 +67,8 @@ class TorchBackend(Backend):
 
     # Choices and resources
 
-    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
-        return 0 if level == 0 and split_rows else self._winograd_levels.get(level, 0)
+    def winograd_form(self, level: int, c_in: int, c_out: int, split_rows: bool) -> WinogradForm | None:
+        return None if level == 0 and split_rows else self._winograd_levels.get(level)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         return "winograd" if level in self._upsample_winograd else "phases"
@@ -91,15 +91,15 @@ class TorchBackend(Backend):
         if op == "output_head":
             taps = batch * shape.frames * (rows + 2) * (cols + 2) * HEAD_CHANNELS * item
             return 2 * taps + 5 * frame * OUT_CHANNELS * wide
-        if op == "winograd_conv3d":
-            return self._winograd_bytes(shape)
+        if op == "winograd_conv3d" and shape.winograd is not None:
+            return self._winograd_bytes(shape, shape.winograd)
         if op in ("causal_conv3d", "time_double"):
             return result
         return 0
 
-    def _winograd_bytes(self, shape: OpShape) -> int:
+    def _winograd_bytes(self, shape: OpShape, form: WinogradForm) -> int:
         item, wide = self.dtype.itemsize, self._accumulator.itemsize
-        columns, count = shape.tile_columns, winograd.components(shape.tile_columns)
+        columns, count = form.columns, winograd.components(form.columns)
         down, across = winograd.tiles(shape.rows, shape.cols, columns)
         frames, tiles = shape.frames + 2, shape.batch * down * across
         padded = shape.batch * frames * (winograd.TILE_ROWS * down + 2) * (columns * across + 2) * shape.c_in
@@ -110,7 +110,9 @@ class TorchBackend(Backend):
         # Tiles that are not in the accumulator's type are converted, and live to the end.
         widened = components * wide if item < wide else 0
         transformed = 2 * components * wide
-        multiplied = (components + windows) * item + (products + 3 * image) * wide
+        # So are the operands of products that are to stay in it, for as long as they are multiplied.
+        operands = (windows + 3 * count * shape.c_in * shape.c_out) * wide if form.float_products and item < wide else 0
+        multiplied = (components + windows) * item + products * wide + max(operands, 3 * image * wide)
         # The matrices of both axes, and their product.
         return padded * item + widened + max(transformed, multiplied) + 2 * count**2 * wide
 
@@ -192,22 +194,24 @@ class TorchBackend(Backend):
     def winograd_conv3d(
         self, x: Padded, conv: WinogradConv, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        down, across = winograd.tile_transforms(conv.columns)
+        down, across = winograd.tile_transforms(conv.form.columns)
         b_down, b_across, a_down, a_across = (
             matrix.to(self.device, self._accumulator)
             for matrix in (down.input, across.input, down.output, across.output)
         )
         frames = x.tensor.shape[1] - 2
         rows, cols = x.tensor.shape[2] - (2 if x.row_halo else 0), x.tensor.shape[3]
-        below, right = -rows % winograd.TILE_ROWS, -cols % conv.columns
+        columns = conv.form.columns
+        below, right = -rows % winograd.TILE_ROWS, -cols % columns
         edge = 0 if x.row_halo else 1
         padded = F.pad(x.tensor, (0, 0, 1, 1 + right, edge, edge + below))
-        tiles = padded.unfold(2, winograd.TILE_ROWS + 2, winograd.TILE_ROWS).unfold(3, conv.columns + 2, conv.columns)
+        tiles = padded.unfold(2, winograd.TILE_ROWS + 2, winograd.TILE_ROWS).unfold(3, columns + 2, columns)
         tiles = tiles.to(self._accumulator)
         components = torch.einsum("im,jn,btyxcmn->ijbtyxc", b_down, b_across, tiles).to(self.dtype)
+        kept = self._accumulator if conv.form.float_products else self.dtype
         # One product per component over K = (tap, C), as the kernels accumulate it.
         windows = torch.cat([components[:, :, :, tap : tap + frames] for tap in range(3)], dim=-1).flatten(0, 1)
-        products = windows.flatten(1, -2) @ conv.weight.flatten(2).transpose(1, 2)
+        products = windows.flatten(1, -2).to(kept) @ conv.weight.flatten(2).transpose(1, 2).to(kept)
         products = products.view(*components.shape[:2], *windows.shape[1:-1], -1).to(self._accumulator)
         y = torch.einsum("pi,qj,ijbtyxo->btypxqo", a_down, a_across, products)
         y = y.flatten(4, 5).flatten(2, 3)[:, :, :rows, :cols] + conv.bias

@@ -38,12 +38,12 @@ struct OneSm {
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized1Sm;
 };
 
-// Layout: the strides of D, or CUTLASS's layout tag where D's rows are the pixels of a conv.
-template <class Sms, int TileN, class Layout>
+// Layout: the strides of D, or CUTLASS's layout tag where D's rows are the pixels of a conv. Output: its type.
+template <class Sms, int TileN, class Layout, class Output = Element>
 using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm100, cutlass::arch::OpClassTensorOp, Shape<Int<Sms::kTileM>, Int<TileN>, Int<kTileK>>,
-    typename Sms::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float, Element, Layout, 8, Element,
-    Layout, 8, typename Sms::Epilogue,
-    cutlass::epilogue::fusion::LinCombPerColBias<Element, float, float, Element, float>>::CollectiveOp;
+    typename Sms::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float, Element, Layout, 8, Output,
+    Layout, 16 / sizeof(Output), typename Sms::Epilogue,
+    cutlass::epilogue::fusion::LinCombPerColBias<Output, float, float, Element, float>>::CollectiveOp;
 
 }  // namespace wan::WAN_SM100

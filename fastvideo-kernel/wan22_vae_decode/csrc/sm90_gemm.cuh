@@ -27,13 +27,14 @@ using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::epilogue::TmaWarpSpecializedCooperative,
     cutlass::epilogue::fusion::LinCombPerColBias<Element, float, float, Element, float>>::CollectiveOp;
 
-// D[m, n] = round(acc[m, n]) for the products of Winograd convs, whose K is short: the tensor cores would idle for a
-// good part of a tile's time while it is written. So each warpgroup has a tile of its own (ping-pong), and one
-// multiplies while the other writes. Tiles of 64 x 256 are slower at every width.
+// D[m, n] = acc[m, n], rounded to the type of D, for the products of Winograd convs, whose K is short: the tensor cores
+// would idle for a good part of a tile's time while it is written. So each warpgroup has a tile of its own (ping-pong),
+// and one multiplies while the other writes. Tiles of 64 x 256 are slower at every width.
 using PlainTile = Shape<Int<kTileM>, _128, Int<kTileK>>;
+template <class Output>
 using PlainEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, PlainTile, ClusterShape, Shape<_64, _64>, float, float, void,
-    StrideD, 8, Element, StrideD, 8, cutlass::epilogue::TmaWarpSpecialized,
-    cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, PlainTile, ClusterShape, Shape<_64, Int<128 / sizeof(Output)>>,
+    float, float, void, StrideD, 16 / sizeof(Output), Output, StrideD, 16 / sizeof(Output),
+    cutlass::epilogue::TmaWarpSpecialized, cutlass::epilogue::fusion::ScaledAcc<Output, float>>::CollectiveOp;
 
 }  // namespace wan::WAN_SM90

@@ -47,12 +47,13 @@ int run_tap_gemm(const TapGemmProblem& p, const void* a, const void* b, typename
 }
 
 // Without bias and residual, in one tile for every problem.
+template <class Output>
 int plain_gemm(const TapGemmProblem& p, const void* a, const void* b, void* d, int device, cudaStream_t stream) {
   const StrideD stride{p.d_stride_m, _1{}, p.d_stride_batch};
-  PlainEpilogue::Arguments epilogue{{}, nullptr, stride, static_cast<Element*>(d), stride};
+  typename PlainEpilogue<Output>::Arguments epilogue{{}, nullptr, stride, static_cast<Output*>(d), stride};
   epilogue.thread.alpha = 1.0f;
-  return run_tap_gemm<PlainTile, cutlass::gemm::KernelTmaWarpSpecializedPingpong, PlainEpilogue>(p, a, b, epilogue,
-                                                                                                 device, stream);
+  return run_tap_gemm<PlainTile, cutlass::gemm::KernelTmaWarpSpecializedPingpong, PlainEpilogue<Output>>(
+      p, a, b, epilogue, device, stream);
 }
 
 template <int TileN>
@@ -67,12 +68,16 @@ int tap_gemm(const TapGemmProblem& p, const void* a, const void* b, const float*
 }  // namespace wan::WAN_SM90
 
 WAN_EXPORT int WAN_SYMBOL(wan_tap_gemm)(const TapGemmProblem* problem, const void* a, const void* b, const float* bias,
-                                        const void* residual, void* d, int tile_n, int device, cudaStream_t stream) {
+                                        const void* residual, void* d, int d_dtype, int tile_n, int device,
+                                        cudaStream_t stream) {
   const TapGemmProblem& p = *problem;
-  if (wan::check_tap_gemm(p, a, b, bias, residual, d)) return 1;
+  if (wan::check_tap_gemm(p, a, b, bias, residual, d, wan::kElement, d_dtype)) return 1;
   wan::DeviceGuard guard(device);
   if (guard.check(device)) return 1;
-  if (bias == nullptr && residual == nullptr) return wan::WAN_SM90::plain_gemm(p, a, b, d, device, stream);
+  if (d_dtype == wan::kFp32) return wan::WAN_SM90::plain_gemm<float>(p, a, b, d, device, stream);
+  if (bias == nullptr && residual == nullptr) {
+    return wan::WAN_SM90::plain_gemm<wan::Element>(p, a, b, d, device, stream);
+  }
   switch (tile_n) {
     case 128:
       return wan::WAN_SM90::tap_gemm<128>(p, a, b, bias, residual, d, device, stream);

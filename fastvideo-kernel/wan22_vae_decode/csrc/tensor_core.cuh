@@ -23,17 +23,21 @@ namespace wan {
 
 #if defined(WAN_FP16)
 using Element = cutlass::half_t;
+constexpr Dtype kElement = kFp16;
 #else
 using Element = cutlass::bfloat16_t;
+constexpr Dtype kElement = kBf16;
 #endif
 
 // `residual` may be null. Its descriptor must then still be valid, so it points at D and is never read (beta = 0).
 template <class EpilogueOp>
 typename EpilogueOp::Arguments epilogue_arguments(const float* bias, const void* residual, void* d,
                                                   typename EpilogueOp::StrideD stride) {
-  using Output = typename EpilogueOp::ElementD;
-  typename EpilogueOp::Arguments arguments{
-      {}, static_cast<const Output*>(residual ? residual : d), stride, static_cast<Output*>(d), stride};
+  typename EpilogueOp::Arguments arguments{{},
+                                           static_cast<const typename EpilogueOp::ElementC*>(residual ? residual : d),
+                                           stride,
+                                           static_cast<typename EpilogueOp::ElementD*>(d),
+                                           stride};
   arguments.thread.alpha = 1.0f;
   arguments.thread.beta = residual ? 1.0f : 0.0f;
   arguments.thread.bias_ptr = bias;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Output transform of F(4 x m, 3x3), m = 4 or 3, with bias and residual, for a range of tile rows:
-//   y [T, H, W, C] = A^T m A' + bias (+ residual), m [6 (m + 2), T, tile rows, tiles, C] the components' products,
-// in fp32, rounded once; tiles that stick out are cropped. The residual may be y itself.
+//   y [T, H, W, C] = A^T m A' + bias (+ residual), m [6 (m + 2), T, tile rows, tiles, C] the components' products, of
+// y's type or fp32, in fp32, rounded once; tiles that stick out are cropped. The residual may be y itself.
 // A thread takes four channels of a tile, two rows of components in flight. Bound: memory, 2.25 activations read
 // (m = 4) and one written, one more read for the residual: 84 to 89 % of the copy rate.
 #include "launch.cuh"
@@ -26,18 +26,37 @@ struct WinogradOutputArguments {
 
 namespace winograd {
 
+// The products of four channels, as one load moves them: of type M.
+template <typename M>
+struct Products {
+  static constexpr int kThreads = 256, kBlocks = 2;  // of a block, and those that a multiprocessor holds at least
+  using Bits = uint2;
+  static __device__ void unpack(Bits bits, float (&values)[4]) { to_floats<M>(bits, values); }
+};
+template <>
+struct Products<float> {
+  static constexpr int kThreads = 128, kBlocks = 3;  // as many loads in flight take more registers
+  using Bits = float4;
+  static __device__ void unpack(Bits bits, float (&values)[4]) {
+    values[0] = bits.x, values[1] = bits.y, values[2] = bits.z, values[3] = bits.w;
+  }
+};
+template <typename M>
+using ProductBits = typename Products<M>::Bits;
+
 // One row of a tile's components, transformed along the row.
-template <typename T, int kTileColumns>
-__device__ inline void transform_line(const uint2* m, int64_t component_stride, float (&line)[4][kTileColumns]) {
+template <typename M, int kTileColumns>
+__device__ inline void transform_line(const ProductBits<M>* m, int64_t component_stride,
+                                      float (&line)[4][kTileColumns]) {
   constexpr int kWidth = kTileColumns + 2;
-  uint2 bits[kWidth];
+  ProductBits<M> bits[kWidth];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) bits[j] = __ldg(m + j * component_stride);
   float products[4][kWidth];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     float values[4];
-    to_floats<T>(bits[j], values);
+    Products<M>::unpack(bits[j], values);
 #pragma unroll
     for (int c = 0; c < 4; ++c) products[c][j] = values[c];
   }
@@ -46,12 +65,13 @@ __device__ inline void transform_line(const uint2* m, int64_t component_stride, 
 }
 
 // Adds two rows of components to the tile y[column][channel][row].
-template <typename T, int kPair, int kTileColumns>
-__device__ inline void add_pair(const uint2* m, int64_t component_stride, float (&y)[kTileColumns][4][kTileRows]) {
+template <typename M, int kPair, int kTileColumns>
+__device__ inline void add_pair(const ProductBits<M>* m, int64_t component_stride,
+                                float (&y)[kTileColumns][4][kTileRows]) {
   float first[4][kTileColumns], second[4][kTileColumns];
   const int64_t row_stride = (kTileColumns + 2) * component_stride;
-  transform_line<T>(m + pair_row(kPair, 0) * row_stride, component_stride, first);
-  transform_line<T>(m + pair_row(kPair, 1) * row_stride, component_stride, second);
+  transform_line<M>(m + pair_row(kPair, 0) * row_stride, component_stride, first);
+  transform_line<M>(m + pair_row(kPair, 1) * row_stride, component_stride, second);
 #pragma unroll
   for (int q = 0; q < kTileColumns; ++q) {
 #pragma unroll
@@ -59,19 +79,20 @@ __device__ inline void add_pair(const uint2* m, int64_t component_stride, float 
   }
 }
 
-template <typename T, int kTileColumns, bool kResidual>
-__global__ void __launch_bounds__(256, 2) winograd_output_kernel(const __grid_constant__ WinogradOutputArguments a) {
+template <typename T, typename M, int kTileColumns, bool kResidual>
+__global__ void __launch_bounds__(Products<M>::kThreads, Products<M>::kBlocks)
+    winograd_output_kernel(const __grid_constant__ WinogradOutputArguments a) {
   const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
   if (item >= a.items) return;
   const uint32_t tile = item / a.quads, quad = item - tile * a.quads;
   const uint32_t tile_row = tile / a.tiles_across;
   const uint32_t row = kTileRows * (a.first_tile_row + tile_row);
   const uint32_t column = kTileColumns * (tile - tile_row * a.tiles_across);
-  const uint2* m = static_cast<const uint2*>(a.m) + blockIdx.y * int64_t(a.items) + item;
+  const auto* m = static_cast<const ProductBits<M>*>(a.m) + blockIdx.y * int64_t(a.items) + item;
   float y[kTileColumns][4][kTileRows];
-  add_pair<T, 1>(m, a.component_stride, y);
-  add_pair<T, 2>(m, a.component_stride, y);
-  add_pair<T, 0>(m, a.component_stride, y);
+  add_pair<M, 1>(m, a.component_stride, y);
+  add_pair<M, 2>(m, a.component_stride, y);
+  add_pair<M, 0>(m, a.component_stride, y);
 
   const float4 bias = __ldg(reinterpret_cast<const float4*>(a.bias) + quad);
   const int64_t first = ((int64_t(blockIdx.y) * a.rows + row) * a.columns + column) * a.quads + quad;
@@ -103,27 +124,36 @@ __global__ void __launch_bounds__(256, 2) winograd_output_kernel(const __grid_co
   }
 }
 
-template <typename T, int kTileColumns>
+template <typename T, typename M, int kTileColumns>
 int winograd_output(const WinogradOutputArguments& a, int frames, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.items, 256)), frames);
+  constexpr int kThreads = Products<M>::kThreads;
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.items, kThreads)), frames);
   if (a.residual != nullptr) {
-    winograd_output_kernel<T, kTileColumns, true><<<grid, 256, 0, stream>>>(a);
+    winograd_output_kernel<T, M, kTileColumns, true><<<grid, kThreads, 0, stream>>>(a);
   } else {
-    winograd_output_kernel<T, kTileColumns, false><<<grid, 256, 0, stream>>>(a);
+    winograd_output_kernel<T, M, kTileColumns, false><<<grid, kThreads, 0, stream>>>(a);
   }
   return check_launch("winograd_output");
 }
 
-template <typename T>
+template <typename T, typename M>
 int winograd_output(const WinogradOutputArguments& a, int tile_columns, int frames, cudaStream_t stream) {
-  return tile_columns == 4 ? winograd_output<T, 4>(a, frames, stream) : winograd_output<T, 3>(a, frames, stream);
+  return tile_columns == 4 ? winograd_output<T, M, 4>(a, frames, stream) : winograd_output<T, M, 3>(a, frames, stream);
+}
+
+template <typename T>
+int winograd_output(const WinogradOutputArguments& a, bool float_products, int tile_columns, int frames,
+                    cudaStream_t stream) {
+  return float_products ? winograd_output<T, float>(a, tile_columns, frames, stream)
+                        : winograd_output<T, T>(a, tile_columns, frames, stream);
 }
 
 }  // namespace winograd
 }  // namespace wan
 
 WAN_EXPORT int wan_winograd_output(const WinogradOutputProblem* problem, const void* m, const float* bias,
-                                   const void* residual, void* y, int dtype, int device, cudaStream_t stream) {
+                                   const void* residual, void* y, int m_dtype, int dtype, int device,
+                                   cudaStream_t stream) {
   const WinogradOutputProblem& p = *problem;
   if (p.frames < 1 || p.rows < 1 || p.columns < 1 || p.tile_rows < 1) return wan::fail("winograd_output: empty output");
   if (p.channels < 8 || p.channels % 8) {
@@ -131,6 +161,9 @@ WAN_EXPORT int wan_winograd_output(const WinogradOutputProblem* problem, const v
   }
   if (p.tile_columns != 3 && p.tile_columns != 4) {
     return wan::fail("winograd_output: tiles have 3 or 4 columns, not %d", p.tile_columns);
+  }
+  if (m_dtype != dtype && m_dtype != wan::kFp32) {
+    return wan::fail("winograd_output: no kernel for products of dtype %d", m_dtype);
   }
   const int64_t tiles_down = wan::ceil_div(p.rows, wan::winograd::kTileRows);
   const int64_t tiles_across = wan::ceil_div(p.columns, p.tile_columns);
@@ -159,9 +192,10 @@ WAN_EXPORT int wan_winograd_output(const WinogradOutputProblem* problem, const v
                                                p.frames * items};
   switch (dtype) {
     case wan::kFp16:
-      return wan::winograd::winograd_output<__half>(arguments, p.tile_columns, p.frames, stream);
+      return wan::winograd::winograd_output<__half>(arguments, m_dtype == wan::kFp32, p.tile_columns, p.frames, stream);
     case wan::kBf16:
-      return wan::winograd::winograd_output<__nv_bfloat16>(arguments, p.tile_columns, p.frames, stream);
+      return wan::winograd::winograd_output<__nv_bfloat16>(arguments, m_dtype == wan::kFp32, p.tile_columns, p.frames,
+                                                           stream);
     default:
       return wan::fail("winograd_output: no kernel for dtype %d", dtype);
   }

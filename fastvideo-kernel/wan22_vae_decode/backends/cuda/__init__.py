@@ -20,7 +20,7 @@ What a pass of four latent frames costs at 704x1248 (C channels, F frames, fp16;
 
 121 frames: direct convs with phases 1.84 PFLOP, 2.3 s at 800 TFLOP/s. Winograd, F(4x4,3x3) or at level 1 F(4x3,3x3),
 takes a quarter of a level's products and adds the transforms' memory; which levels use it is decided by accuracy
-(`heuristics.WINOGRAD_COLUMNS`).
+(`heuristics.WINOGRAD_FORMS`).
 """
 
 import functools

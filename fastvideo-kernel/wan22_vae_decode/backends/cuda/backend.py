@@ -23,6 +23,7 @@ from wan22_vae_decode.layers import (
     Pointwise,
     UpsampleConv,
     WinogradConv,
+    WinogradForm,
 )
 from wan22_vae_decode.weights import HEAD_CHANNELS, version
 
@@ -74,17 +75,17 @@ class CudaBackend(Backend):
 
     # Choices and resources
 
-    def winograd_columns(self, level: int, c_in: int, c_out: int, split_rows: bool) -> int:
-        return heuristics.winograd_columns(level, c_in, split_rows)
+    def winograd_form(self, level: int, c_in: int, c_out: int, split_rows: bool) -> WinogradForm | None:
+        return heuristics.winograd_form(level, c_in, split_rows)
 
     def upsample_method(self, level: int, c_in: int, c_out: int) -> str:
         return heuristics.upsample_method(self.dtype, level)
 
     def input_bytes(self, shape: OpShape) -> int:
-        return 0 if shape.tile_columns else super().input_bytes(shape)
+        return 0 if shape.winograd else super().input_bytes(shape)
 
     def input_holds_x(self, shape: OpShape) -> bool:
-        return shape.tile_columns > 0
+        return shape.winograd is not None
 
     def adopt(self, weights: DecoderWeights) -> DecoderWeights:
         widths = (weights.post_quant_conv.weight.shape[0], *(b.resnets[-1].norm2.shape[0] for b in weights.up_blocks))
@@ -112,10 +113,10 @@ class CudaBackend(Backend):
             frames = shape.batch * shape.frames
             scores = min(frames, heuristics.ATTENTION_FRAMES) * pixels * (2 * pixels + shape.c_in)
             return (frames * pixels * 5 * shape.c_in + scores) * size
-        if op == "winograd_conv3d":
-            down, _ = winograd.tiles(shape.rows, shape.cols, shape.tile_columns)
+        if op == "winograd_conv3d" and shape.winograd is not None:
+            down, _ = winograd.tiles(shape.rows, shape.cols, shape.winograd.columns)
             tile_row = heuristics.tile_row_bytes(
-                shape.tile_columns, shape.cols, shape.frames, shape.c_in, shape.c_out, size
+                shape.winograd, shape.cols, shape.frames, shape.c_in, shape.c_out, self.dtype
             )
             return heuristics.tile_rows_per_band(down, shape.frames, tile_row) * tile_row
         return 0
@@ -207,11 +208,12 @@ class CudaBackend(Backend):
         c_out = conv.bias.shape[0]
         if out is None:
             out = source.new_empty(batch, frames, rows, cols, c_out)
-        count, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.columns)
-        tile_row = heuristics.tile_row_bytes(conv.columns, cols, frames, c_in, c_out, source.element_size())
+        count, (down, across) = len(conv.weight), winograd.tiles(rows, cols, conv.form.columns)
+        tile_row = heuristics.tile_row_bytes(conv.form, cols, frames, c_in, c_out, source.dtype)
         band = heuristics.tile_rows_per_band(down, frames, tile_row)
         component_scratch = source.new_empty(count * (frames + 2) * band * across * c_in)
-        product_scratch = source.new_empty(count * frames * band * across * c_out)
+        product_type = heuristics.product_type(conv.form, source.dtype)
+        product_scratch = source.new_empty(count * frames * band * across * c_out, dtype=product_type)
         for item in range(batch):
             history = None if x.history is None else x.history[item]
             for first in range(0, down, band):

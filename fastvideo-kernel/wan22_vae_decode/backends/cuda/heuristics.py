@@ -6,10 +6,11 @@ import torch
 from wan22_vae_decode import winograd
 from wan22_vae_decode.backends.cuda.targets import Target
 from wan22_vae_decode.geometry import FRAMES_PER_LATENT
+from wan22_vae_decode.layers import WinogradForm
 from wan22_vae_decode.memory import DEFAULT_SLAB
 
-WINOGRAD_COLUMNS = {1: 3, 2: 4, 3: 4}
-"""Levels whose 3x3x3 convs run in Winograd form -> columns of a tile: what keeps a decode above 70 dB, and within
+WINOGRAD_FORMS = {1: WinogradForm(3), 2: WinogradForm(4), 3: WinogradForm(4)}
+"""Levels whose 3x3x3 convs run in Winograd form -> that form: what keeps a decode above 70 dB, and within
 2 dB of torch's direct float16 convs; of our own, which round less, tiles of three columns at every level would.
 The errors of a level go through all levels above it, while the time that it saves grows with its pixels.
 """
@@ -48,10 +49,10 @@ def tile_n(target: Target, m: int, n: int, batch: int, multiprocessors: int) -> 
     return min(target.tile_cost, key=cost)
 
 
-def winograd_columns(level: int, c_in: int, split_rows: bool) -> int:
-    """Columns of the tiles where Winograd pays, 0 where convs stay direct."""
+def winograd_form(level: int, c_in: int, split_rows: bool) -> WinogradForm | None:
+    """The form where Winograd pays, None where convs stay direct."""
     aligned = not (level == 0 and split_rows)
-    return WINOGRAD_COLUMNS.get(level, 0) if aligned and c_in <= WINOGRAD_CHANNELS else 0
+    return WINOGRAD_FORMS.get(level) if aligned and c_in <= WINOGRAD_CHANNELS else None
 
 
 def upsample_method(dtype: torch.dtype, level: int) -> str:
@@ -59,16 +60,22 @@ def upsample_method(dtype: torch.dtype, level: int) -> str:
     return "winograd" if dtype == torch.float16 and level in UPSAMPLE_WINOGRAD_LEVELS else "phases"
 
 
-def tile_row_bytes(columns: int, cols: int, frames: int, c_in: int, c_out: int, size: int) -> int:
+def product_type(form: WinogradForm, dtype: torch.dtype) -> torch.dtype:
+    """Of the products of a Winograd conv in a compute type."""
+    return torch.float32 if form.float_products else dtype
+
+
+def tile_row_bytes(form: WinogradForm, cols: int, frames: int, c_in: int, c_out: int, dtype: torch.dtype) -> int:
     """Bytes of the components and products of one row of Winograd tiles in all frames.
 
     Args:
-        columns: of a tile.
+        form: of the conv.
         cols: of the image.
-        size: bytes of an element.
+        dtype: of the components.
     """
-    _, across = winograd.tiles(1, cols, columns)
-    return across * winograd.components(columns) * ((frames + 2) * c_in + frames * c_out) * size
+    _, across = winograd.tiles(1, cols, form.columns)
+    products = frames * c_out * product_type(form, dtype).itemsize
+    return across * winograd.components(form.columns) * ((frames + 2) * c_in * dtype.itemsize + products)
 
 
 def tile_rows_per_band(tile_rows: int, frames: int, bytes_per_tile_row: int) -> int:

@@ -91,7 +91,7 @@ class Kernels:
             b: [L, N, taps, C], likewise; expanded in L where all batches share it.
             bias: [N] float32.
             residual: as ``out``; may be ``out``.
-            out: [L, M, N] of any strides in L and M.
+            out: [L, M, N] of any strides in L and M; without bias and residual also in float32.
         """
         batch, m, taps, channels = a.shape
         n = b.shape[1]
@@ -102,7 +102,8 @@ class Kernels:
             *(m, n, channels, taps, batch),
         )
         tile = self._tile or heuristics.tile_n(self.target, m, n, batch, self._multiprocessors)
-        self._launch(f"wan_tap_gemm_{ELEMENTS[a.dtype]}", (problem, a, b, bias, residual, out, tile), out)
+        arguments = (problem, a, b, bias, residual, out, DTYPES[out.dtype], tile)
+        self._launch(f"wan_tap_gemm_{ELEMENTS[a.dtype]}", arguments, out)
 
     def pad(
         self,
@@ -172,7 +173,7 @@ class Kernels:
         """The rows of ``out`` that belong to a range of rows of tiles, from the products of their components.
 
         Args:
-            products: [36 or 30, T, tile rows of the range, ceil(W / columns), C].
+            products: [36 or 30, T, tile rows of the range, ceil(W / columns), C], as ``out`` or in float32.
             bias: [C] float32.
             residual: like ``out``, added; may be ``out``.
             first_tile_row: the first of the range.
@@ -182,7 +183,7 @@ class Kernels:
         problem = WinogradOutputProblem(
             frames, rows, cols, channels, winograd.columns(len(products)), first_tile_row, products.shape[2]
         )
-        arguments = (problem, products, bias, residual, out, DTYPES[out.dtype])
+        arguments = (problem, products, bias, residual, out, DTYPES[products.dtype], DTYPES[out.dtype])
         self._launch("wan_winograd_output", arguments, out)
 
     def upsample_combine(

@@ -127,7 +127,7 @@ def _signatures() -> dict[str, list[type]]:
     signatures: dict[str, list[type]] = {
         "wan_norm_silu_pad": [pointer(PadProblem), *[c_void_p] * 7, c_int],
         "wan_winograd_input": [pointer(WinogradInputProblem), *[c_void_p] * 7, c_int],
-        "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int],
+        "wan_winograd_output": [pointer(WinogradOutputProblem), *[c_void_p] * 4, c_int, c_int],
         "wan_upsample_combine": [pointer(UpsampleCombineProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_input": [pointer(UpsampleInputProblem), *[c_void_p] * 4, c_int],
         "wan_upsample_output": [pointer(UpsampleOutputProblem), *[c_void_p] * 4, c_int],
@@ -136,7 +136,7 @@ def _signatures() -> dict[str, list[type]]:
     }
     for element in ELEMENTS.values():
         signatures[f"wan_conv3d_{element}"] = [pointer(Conv3dProblem), *[c_void_p] * 5, c_int]
-        signatures[f"wan_tap_gemm_{element}"] = [pointer(TapGemmProblem), *[c_void_p] * 5, c_int]
+        signatures[f"wan_tap_gemm_{element}"] = [pointer(TapGemmProblem), *[c_void_p] * 5, c_int, c_int]
     return signatures
 
 

@@ -160,7 +160,7 @@ Run = Callable[[Backend, Move], Sequence[Tensor]]
 
 
 def _move_all(value, move: Move):
-    """Moves a tensor, a Halo, a layer (a dataclass of tensors and numbers) or None."""
+    """Moves a tensor, a Halo, a layer (a dataclass of tensors, numbers and forms) or None."""
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, Tensor):
@@ -209,8 +209,12 @@ def _causal_conv3d(case: Case, random: _Random) -> Run:
 def _winograd_conv3d(case: Case, random: _Random) -> Run:
     weight, bias = random.weight(case.c_out, 3, 3, 3, case.c_in), random.fp32(case.c_out)
     convs = [
-        layers.WinogradConv(winograd.transform_weight(weight, columns).to(weight.dtype), bias, columns)
-        for columns in winograd.POINTS
+        layers.WinogradConv(
+            winograd.transform_weight(weight, columns).to(weight.dtype),
+            bias,
+            layers.WinogradForm(columns, float_products),
+        )
+        for columns, float_products in itertools.product(winograd.POINTS, (False, True))
     ]
     inputs = (
         _activation(case, random),
