@@ -281,7 +281,9 @@ def parallel() -> Figure:
         axes.text(halo_left + 4.6, y + 0.22, f"rank {neighbour}", ha="left", va="center", color=RANKS[neighbour])
     axes.text(halo_left + 2.2, centre, "before each\nspatial 3x3", ha="center", va="center", color="white")
     axes.text(halo_left + 2.2, 6.6, "halo: one row\nfrom each neighbour", ha="center", va="bottom", weight="bold")
-    axes.text(halo_left + 2.2, 1.9, "two for upsampling in\nWinograd form; zeros at\nthe image's edge", ha="center", va="top")
+    axes.text(
+        halo_left + 2.2, 1.9, "two for upsampling in\nWinograd form; zeros at\nthe image's edge", ha="center", va="top"
+    )
     return figure
 
 
