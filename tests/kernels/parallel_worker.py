@@ -29,6 +29,7 @@ from wan22_vae_decode import (
     weights,
 )
 from wan22_vae_decode.backends.torch import TorchBackend
+from wan22_vae_decode.layers import WinogradForm
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", RANK) if os.environ.get("DEVICE") == "cuda" else torch.device("cpu")
@@ -167,7 +168,8 @@ def outputs(ranks):
     # Two latent rows or more a rank, and down to one.
     for rows in (2 * WORLD + 2, WORLD + 1):
         z = latents(3, rows)
-        backend = Upsampling(DEVICE, torch.float32, {0: 4, 1: 3, 2: 4, 3: 4}, upsample_winograd=(1, 2))
+        forms = {level: WinogradForm(columns) for level, columns in enumerate((4, 3, 4, 4))}
+        backend = Upsampling(DEVICE, torch.float32, forms, upsample_winograd=(1, 2))
         decoder = ranks.together(backend=backend, dtype="float32")
         video = decoder.decode(z)
         error = (video - ranks.alone(z, backend=backend, dtype="float32")).abs().max().item()
