@@ -182,6 +182,23 @@ def test_launchers_refuse_what_they_cannot_do(built, symbol, problem, message):
 
 
 @pytest.mark.timeout(900)
+def test_launchers_refuse_products_of_other_types(built):
+    fp16, bf16, fp32, uint8 = (library.DTYPES[d] for d in (torch.float16, torch.bfloat16, torch.float32, torch.uint8))
+    output = library.WinogradOutputProblem(1, 4, 4, 8, 4, 0, 1)
+    gemm = library.TapGemmProblem(m=1, n=8, channels=8, taps=1, batch=1)
+    aligned = 16
+    for symbol, problem, arguments, message in (
+        ("wan_winograd_output", output, (None, None, None, None, bf16, fp16), "no kernel for products of dtype 1"),
+        ("wan_winograd_output", output, (None, None, None, None, uint8, bf16), "no kernel for products of dtype 3"),
+        ("wan_tap_gemm_fp16", gemm, (None, None, None, None, None, bf16, 256), "no kernel for results of dtype 1"),
+        ("wan_tap_gemm_fp16", gemm, (None, None, aligned, None, None, fp32, 256), "neither bias nor residual"),
+        ("wan_tap_gemm_bf16", gemm, (None, None, None, aligned, None, fp32, 256), "neither bias nor residual"),
+    ):
+        assert getattr(built._handle, symbol)(library.ctypes.byref(problem), *arguments, 0, None) == 1
+        assert message in built._handle.wan_last_error().decode()
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the card would take the launch")
 def test_a_launch_without_a_gpu_is_an_error(built, monkeypatch):
     class Stream:
