@@ -38,9 +38,16 @@ def _error(frame: Tensor, reference: Tensor) -> Tensor:
 @contextmanager
 def strict_float32() -> Iterator[None]:
     """float32 on CUDA without TF32."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # From torch 2.9; its older switches raise once these have been used.
+    if hasattr(torch.backends.cudnn, "conv"):
+        switches = {torch.backends.cudnn.conv: "fp32_precision", torch.backends.cuda.matmul: "fp32_precision"}
+    else:
+        switches = {torch.backends.cudnn: "allow_tf32", torch.backends.cuda.matmul: "allow_tf32"}
+    before = {switch: getattr(switch, name) for switch, name in switches.items()}
     try:
+        for switch, name in switches.items():
+            setattr(switch, name, "ieee" if name == "fp32_precision" else False)
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        for switch, name in switches.items():
+            setattr(switch, name, before[switch])

@@ -238,7 +238,7 @@ class Decoder:
             return f"this decoder's ranks lost each other ({self._comm.broken}); make a new decoder on every rank"
         if out_dtype not in OUT_DTYPES:
             return f"out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, not {out_dtype}"
-        if to != "all" and not (isinstance(to, int) and 0 <= to < world):
+        if to != "all" and not (isinstance(to, int) and not isinstance(to, bool) and 0 <= to < world):
             return f"to must be 'all' or a rank below {world}, not {to!r}"
         return _latents_problem(latents, self.arch, self.device, world)
 
@@ -249,7 +249,8 @@ class Decoder:
             problem = self._problem(latents, out_dtype, to)
             if problem is not None:
                 raise InputError(problem)
-            finite = _finite_frames(latents) if self.dtype == torch.float16 else latents.shape[2]
+            with memory_for("the check for finite latents does"):
+                finite = _finite_frames(latents) if self.dtype == torch.float16 else latents.shape[2]
             receives = self._comm is None or to == "all" or to == self._comm.rank
             return Call(latents.detach(), out_dtype, to if isinstance(to, int) else None, receives, finite)
 

@@ -46,10 +46,21 @@ def listed(names: list[str]) -> str:
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch and Python raise where memory runs out. torch has no type for it on a CPU; what this package
+    raises may quote another rank's.
+    """
+    if isinstance(error, DecodeError):
+        return False
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
     """Turns torch's error into this package's, whose sentence begins with ``what`` did not fit."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise OutOfMemoryError(f"{what} not fit into the free memory; free memory, or decode fewer pixels") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wan22_vae_decode import geometry, host, log, memory, parallel
 from wan22_vae_decode.backends.base import Backend
-from wan22_vae_decode.errors import OutOfMemoryError, memory_for
+from wan22_vae_decode.errors import OutOfMemoryError, is_out_of_memory, memory_for
 from wan22_vae_decode.geometry import SPATIAL, Architecture
 from wan22_vae_decode.graph import Graph, History, Window, channels_last
 from wan22_vae_decode.layers import DecoderWeights
@@ -181,7 +181,9 @@ class Decode:
         try:
             self._pass(interval, pixels)
             return True
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             needs = self._needs(self._plans[0], new_pixels=False)
             if self.comm is not None or len(self._plans) == 1:
                 raise OutOfMemoryError(needs) from error

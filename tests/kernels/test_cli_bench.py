@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench`: its rows, its files, and what it refuses."""
 
+import errno
 import json
+import os
 import sys
 
 import pytest
@@ -10,7 +12,8 @@ from safetensors.torch import save_file
 
 from wan22_vae_decode.cli import bench
 
-SMALL = ("--channels", 8, "--size", "32x16x5", "--device", "cpu", "--repeats", 2)
+GIVEN = ("--size", "32x16x5", "--device", "cpu", "--repeats", 2)
+SMALL = ("--channels", 8, *GIVEN)
 
 
 def test_table_has_a_row_for_each_type(cli):
@@ -25,7 +28,7 @@ def test_table_has_a_row_for_each_type(cli):
 
 def test_json_and_files_hold_the_same_report(cli, tmp_path, vae_folder):
     name = tmp_path / "times.of.mine"
-    ended = cli("bench", *SMALL, "--vae", vae_folder, "--only", "torch:float32", "--json", "--out", name)
+    ended = cli("bench", *GIVEN, "--vae", vae_folder, "--only", "torch:float32", "--json", "--out", name)
     assert ended.status == 0
     report = json.loads(ended.out)
     assert report["weights"] == str(vae_folder)
@@ -42,7 +45,7 @@ def test_without_matplotlib_the_json_is_written_and_the_plot_is_told_missing(cli
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     ended = cli("bench", *SMALL, "--only", "torch:float32", "--out", tmp_path / "times")
     assert ended.status == 0
-    assert "the plot needs matplotlib: pip install 'wan22-vae-decode[cli]'\n" in ended.err
+    assert "the plot needs matplotlib: pip install matplotlib\n" in ended.err
     assert [path.name for path in tmp_path.iterdir()] == ["times.json"]
 
 
@@ -55,7 +58,7 @@ def test_row_that_cannot_run_is_status_1_beside_those_that_do(cli):
     assert float(second.split()[2]) >= 0
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/", "{}", "{}/", "{}/absent/", "{}/times/."])
+@pytest.mark.parametrize("name", [".", "..", "/", "{}", "{}/", "{}/absent/", "{}/times/."])
 def test_names_of_folders_are_refused_before_anything_is_timed(name, cli, tmp_path):
     name = name.format(tmp_path)
     ended = cli("bench", *SMALL, "--out", name)
@@ -89,10 +92,28 @@ def test_older_files_stay_until_there_are_new_ones(cli, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"times.json", "times.png", "older.json"}
 
 
+def test_failed_write_leaves_the_older_files(cli, tmp_path, monkeypatch):
+    def full(pyplot, report, rows, file):
+        file.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for kind in ("json", "png"):
+        (tmp_path / f"times.{kind}").write_text("older")
+    monkeypatch.setattr(bench, "_plot", full)
+    ended = cli("bench", *SMALL, "--only", "torch:float32", "--out", tmp_path / "times")
+    assert ended.status == 2
+    assert ended.err.endswith("times.png cannot be written: No space left on device\n")
+    assert (tmp_path / "times.png").read_text() == "older"
+    assert json.loads((tmp_path / "times.json").read_text())["rows"]
+    assert {path.name for path in tmp_path.iterdir()} == {"times.json", "times.png"}
+
+
 def test_refusals(cli, tmp_path):
     ended = cli("bench", *SMALL, "--out", tmp_path / "absent" / "times")
     assert ended == (2, "", f"error: there is no folder {tmp_path / 'absent'} for --out\n")
     ended = cli("bench", *SMALL, "--vae", tmp_path)
+    assert ended == (2, "", "error: --channels is the width of random weights; leave it out with --vae\n")
+    ended = cli("bench", *GIVEN, "--vae", tmp_path)
     assert ended == (2, "", f"error: {tmp_path} holds no *.safetensors, nor does a folder vae in it\n")
 
 
@@ -106,6 +127,6 @@ def test_folder_of_other_weights_is_status_2(cli, tmp_path):
 def test_weights_that_are_not_finite_are_refused_once_before_anything_is_timed(cli, tmp_path, state_dict):
     bias = torch.full_like(state_dict["decoder.conv_in.bias"], torch.nan)
     save_file(state_dict | {"decoder.conv_in.bias": bias}, tmp_path / "vae.safetensors")
-    ended = cli("bench", *SMALL, "--vae", tmp_path)
+    ended = cli("bench", *GIVEN, "--vae", tmp_path)
     sentence = "the weights hold NaN or values beyond float32, in decoder.conv_in.bias; load or copy them again"
     assert ended == (2, "", f"error: {sentence}\n")

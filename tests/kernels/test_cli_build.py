@@ -2,6 +2,7 @@
 """`build` with a compiler that only says what it was asked for."""
 
 import json
+import re
 import stat
 import sys
 
@@ -48,7 +49,9 @@ def test_without_a_gpu_every_architecture_with_kernels_is_built(compiler, cli, t
     lines = ended.out.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(TARGETS)
     assert all(str(tmp_path / "cache") in line for line in lines)
+    assert ended.err.count("which takes minutes") == len(TARGETS)
     again = cli("build", "--json")
+    assert not again.err
     report = json.loads(again.out)
     assert report["cache"] == str(tmp_path / "cache")
     assert [f"{arch}: {path}" for arch, path in report["libraries"].items()] == lines
@@ -79,8 +82,9 @@ def test_compiler_that_fails_is_status_2_with_its_first_error(compiler, cli):
     compiler(broken=True)
     ended = cli("build")
     assert ended.status == 2
-    *progress, error = ended.err.splitlines()
-    assert [line.partition(":")[0] for line in progress] == list(TARGETS)[:1]
+    progress, error = ended.err.splitlines()
+    arch = next(iter(TARGETS))
+    assert re.fullmatch(rf"building \d+ CUDA units for {arch} with nvcc .*, which takes minutes", progress)
     assert error.startswith("error: The CUDA kernels could not be built: one.cu(3): error: expected a ';' (log: ")
 
 
@@ -97,7 +101,7 @@ def test_cache_that_cannot_be_written_is_status_2(compiler, cli, tmp_path, monke
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(tmp_path / "file"))
     ended = cli("build", "--arch", "sm_90a")
     assert ended.status == 2
-    assert "cannot be written" in ended.err
+    assert f"The kernel cache {tmp_path / 'file'} cannot be used ([Errno 17] File exists" in ended.err
     monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", "~nobody-of-this-name/x")
     ended = cli("build", "--arch", "sm_90a")
     assert ended.status == 2

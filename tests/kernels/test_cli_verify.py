@@ -15,7 +15,8 @@ from wan22_vae_decode.errors import BackendUnavailableError
 from wan22_vae_decode.geometry import Architecture
 from wan22_vae_decode.random_weights import random_state_dict
 
-SMALL = ("--channels", 8, "--size", "32x16x5", "--device", "cpu")
+GIVEN = ("--size", "32x16x5", "--device", "cpu")
+SMALL = ("--channels", 8, *GIVEN)
 
 
 def test_without_a_gpu_it_verifies_the_torch_backend_and_says_so(cli):
@@ -120,7 +121,7 @@ def test_the_gpu_s_kernels_pass(cli):
     ],
 )
 def test_refusals(arguments, sentence, cli):
-    ended = cli("verify", *SMALL, *arguments)
+    ended = cli("verify", *GIVEN, *arguments)
     assert ended.status == 2
     assert ended.err.splitlines()[-1].startswith(f"error: {sentence}")
     assert not ended.out

@@ -7,7 +7,9 @@ by thread, compiled for the CPU (`cuda_on_cpu.h`); where that is not possible, a
 stands in for them.
 """
 
+import copy
 import ctypes
+import pickle
 import re
 import shutil
 import subprocess
@@ -319,6 +321,15 @@ class EmulatedBackend(CudaBackend):
 
     def reserve(self, nbytes):
         pass
+
+
+def test_copies_share_the_kernels_and_pickles_load_them_again(backend, monkeypatch):
+    assert copy.deepcopy(backend) is backend
+    made = []
+    monkeypatch.setattr("wan22_vae_decode.backends.cuda.why_not", lambda *placement: None)
+    monkeypatch.setattr("wan22_vae_decode.backends.cuda.create", lambda *placement: made.append(placement) or backend)
+    assert pickle.loads(pickle.dumps(backend)) is backend
+    assert made == [(CPU, backend.dtype)]
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def test_latents_are_refused_in_one_sentence(case, decoder):
         ({"out_dtype": torch.int32}, "out_dtype must be one of"),
         ({"to": 1}, "to must be 'all' or a rank below 1"),
         ({"to": "some"}, "to must be 'all'"),
+        ({"to": False}, "to must be 'all' or a rank below 1, not False"),
     ],
 )
 def test_options_of_a_call_are_refused(options, reason, decoder, latents):

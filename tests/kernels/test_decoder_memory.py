@@ -281,22 +281,52 @@ class Failing(TorchBackend):
 
     heads = 0
     fail_at = 2
+    error: BaseException = torch.OutOfMemoryError("no more memory")
 
     def output_head(self, *args):
         self.heads += 1
         if self.heads == self.fail_at:
-            raise torch.OutOfMemoryError("no more memory")
+            raise self.error
         super().output_head(*args)
 
 
-def test_running_out_in_a_pass_goes_on_with_a_smaller_one(state_dict, latents):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no more memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_running_out_in_a_pass_goes_on_with_a_smaller_one(error, state_dict, latents):
     z = latents(9, 2, 2)
     expected = Decoder.from_state_dict(state_dict, dtype="float64").decode(z, torch.float64)
     ops = Failing(CPU, torch.float64)
+    ops.error = error
     decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float64", frames_per_pass=4)
     video = decoder.decode(z, torch.float64)
     assert ops.heads > ops.fail_at
     assert (video - expected).abs().max() < 1e-13
+
+
+def test_other_errors_in_a_pass_stay_what_they_are(state_dict, latents):
+    ops = Failing(CPU, torch.float64)
+    ops.error = RuntimeError("something else")
+    decoder = Decoder.from_state_dict(state_dict, backend=ops, dtype="float64", frames_per_pass=4)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        decoder.decode(latents(9, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentence"),
+    [("float32", "1 frames of pixels do not fit"), ("float16", "the check for finite latents does not fit")],
+)
+def test_sizes_beyond_the_memory_of_a_cpu_are_an_error(dtype, sentence, state_dict):
+    # What torch asks for at once here, no machine has.
+    z = torch.zeros(1).expand(1, 4, 1, 2**22, 2**22)
+    decoder = Decoder.from_state_dict(state_dict, dtype=dtype)
+    with pytest.raises(OutOfMemoryError, match=sentence):
+        decoder.decode(z)
 
 
 def test_running_out_with_nothing_smaller_left_is_an_error(state_dict, latents):

@@ -529,6 +529,14 @@ OTHER_CODE = {
         lambda vae: setattr(vae.decoder, "nonlinearity", torch.nn.GELU()),
         "decoder.nonlinearity is not the layer that diffusers makes from the VAE's configuration",
     ),
+    "attribute": (
+        lambda vae: setattr(vae.decoder.norm_out, "scale", 3.0),
+        "decoder.norm_out is not the layer that diffusers makes from the VAE's configuration",
+    ),
+    "configuration": (
+        lambda vae: vae.register_to_config(patch_size=None),
+        "its configuration has become another VAE's",
+    ),
     "dropout": (dropping, "decoder.mid_block.resnets.0.dropout drops values, since it is in training mode"),
 }
 
@@ -540,7 +548,7 @@ OTHER_CODE = {
         (change, when)
         for change in OTHER_CODE
         for when in ("before", "after")
-        if (change, when) != ("subclass", "after")
+        if (change, when) not in (("subclass", "after"), ("configuration", "before"))
     ],
 )
 def test_other_code_is_diffusers_own(change, when, vae, latents, made, lines):

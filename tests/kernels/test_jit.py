@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build on first use, with a fake compiler: cache, lock, failures, concurrency, versions."""
 
+import errno
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -10,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -186,14 +189,29 @@ def test_slow_code_fails_the_build(world, word, message):
     assert not [path for path in world.cache.iterdir() if path.is_dir()]
 
 
+def once_refused(sha256):
+    """Twice: before the lock, and under it."""
+    refusals = iter([True, True])
+
+    def hashed(path):
+        if next(refusals, False):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return sha256(path)
+
+    return hashed
+
+
 @pytest.mark.parametrize(
-    "damage", ["library", "missing library", "manifest", "no manifest", "no files", "key", "owner"]
+    "damage",
+    ["library", "unreadable library", "missing library", "manifest", "no manifest", "no files", "key", "owner"],
 )
-def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, damage):
+def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, monkeypatch, damage):
     folder = world.build()
     good = (folder / "libkernels.so").read_bytes()
     manifest = folder / "manifest.json"
-    if damage == "library":
+    if damage == "unreadable library":
+        monkeypatch.setattr(cache, "sha256", once_refused(cache.sha256))
+    elif damage == "library":
         (folder / "libkernels.so").write_bytes(good[:-1])
     elif damage == "missing library":
         (folder / "libkernels.so").unlink()
@@ -221,6 +239,49 @@ def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, damage):
 def test_a_cache_that_cannot_be_written_says_so(world):
     world.cache.write_text("a file, not a folder")
     with pytest.raises(jit.BuildError, match="WAN22_VAE_DECODE_CACHE"):
+        world.build()
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        (Path, "mkdir"),
+        (os, "open"),
+        (fcntl, "flock"),
+        (tempfile, "mkdtemp"),
+        (Path, "write_text"),
+        (Path, "chmod"),
+    ],
+)
+def test_a_disk_that_is_full_is_an_error_of_the_build(world, monkeypatch, module, call):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, call, full)
+    with pytest.raises(jit.BuildError, match=r"cannot be used .*No space left.*WAN22_VAE_DECODE_CACHE") as refusal:
+        world.build()
+    monkeypatch.undo()
+    monkeypatch.setenv("WAN22_VAE_DECODE_CACHE", str(world.cache))
+    assert refusal.value.__cause__.errno == errno.ENOSPC
+    assert world.build().is_dir()
+    assert not left_overs(world)
+
+
+def test_a_cache_that_may_not_be_searched_holds_nothing(world, monkeypatch):
+    def closed(call):
+        def refused(path, *arguments, **options):
+            if path.is_relative_to(world.cache):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return call(path, *arguments, **options)
+
+        return refused
+
+    world.build()
+    for call in ("is_dir", "glob", "mkdir"):
+        monkeypatch.setattr(Path, call, closed(getattr(Path, call)))
+    assert not cache.entries(world.cache, "kernels-")
+    assert builder.prebuilt(world.recipe(), None) is None
+    with pytest.raises(jit.BuildError, match=r"cannot be used .*Permission denied"):
         world.build()
 
 

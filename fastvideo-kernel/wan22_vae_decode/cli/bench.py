@@ -58,8 +58,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "bench",
         help="this decoder's times by backend and type",
-        description="Times whole decodes, after one that warms up. The torch backend is a reference, written to be "
-        "read, and no measure of other decoders.",
+        description="Times whole decodes, after one that warms up: the median in seconds, and its spread, the longest "
+        "less the shortest. The torch backend is a reference, written to be read, and no measure of other decoders. "
+        "Status 1 if a row could not run.",
     )
     subject.add_options(parser, GPU_SIZE)
     parser.add_argument(
@@ -72,6 +73,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=options.positive, default=3, help="timed decodes of each (default: 3)")
     parser.add_argument(
         "--out",
+        type=options.name,
         metavar="NAME",
         help="also write NAME.json and the plot NAME.png; NAME may lie in a folder that exists, but be none itself",
     )
@@ -116,7 +118,9 @@ def _files(out: str) -> tuple[Path, Path]:
     files = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.png")
     for file in files:
         with _writing(file):
-            writable.try_file(Path(os.path.realpath(file)))
+            target = Path(os.path.realpath(file))
+            writable.try_file(target)
+            writable.try_folder(target.parent)
     return files
 
 
@@ -174,14 +178,14 @@ def _table(report: dict[str, Any], rows: list[Row]) -> str:
 
 def _write(report: dict[str, Any], rows: list[Row], table: Path, plot: Path) -> None:
     """The report and, where matplotlib is there, the plot."""
-    with _writing(table):
-        table.write_text(json.dumps(report, indent=1) + "\n")
+    with _writing(table), writable.replacing(table) as partial:
+        partial.write_text(json.dumps(report, indent=1) + "\n")
     written = [table]
     pyplot = optional("matplotlib.pyplot", "the plot")
     measured = [row for row in rows if row.seconds is not None]
     if pyplot is not None and measured:
-        with _writing(plot):
-            _plot(pyplot, report, measured, plot)
+        with _writing(plot), writable.replacing(plot) as partial:
+            _plot(pyplot, report, measured, partial)
         written.append(plot)
     print(", ".join(map(str, written)), file=sys.stderr)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="for which GPUs (default: the one here; without one, all that have kernels)",
     )
     options.add_json(parser)
+    # Says that it builds, which takes minutes, and that it waits for another process.
+    parser.set_defaults(verbose=True)
     return parser
 
 
@@ -40,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     built = {}
     for arch in arguments.arch or _default_archs():
         recipe = library.recipe(arch)
-        print(f"{arch}: building, unless it is there already; this takes minutes ...", file=sys.stderr, flush=True)
         built[arch] = str(jit.build(recipe) / recipe.library)
         if not arguments.json:
             print(f"{arch}: {built[arch]}", flush=True)

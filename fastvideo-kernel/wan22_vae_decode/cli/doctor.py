@@ -17,13 +17,10 @@ import wan22_vae_decode
 from wan22_vae_decode import backends, jit
 from wan22_vae_decode.backends.cuda import library
 from wan22_vae_decode.backends.cuda.targets import TARGETS
-from wan22_vae_decode.cli import options, writable
-from wan22_vae_decode.cli.extras import INSTALL
+from wan22_vae_decode.cli import extras, options, writable
 from wan22_vae_decode.jit import toolchain
 from wan22_vae_decode.jit.cache import Entry, cache_folder
 from wan22_vae_decode.memory import readable
-
-EXTRAS = ("numpy", "imageio_ffmpeg", "rich", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,9 @@ class Finding:
     name: str
     value: str
     problem: str | None = None
+
+
+UNBUILDABLE = Finding("kernels", "not built", "they cannot be before what is missing above is there")
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -79,21 +79,16 @@ def _findings(device: torch.device) -> Iterator[Finding]:
         "no NVIDIA driver (libcuda.so.1): install it, or start the container with --gpus all" if not driver else None,
     )
     yield _gpu(device)
-    arch, finding = _arch(device)
-    yield finding
+    arch, architecture = _arch(device)
+    yield architecture
     prebuilt = _prebuilt(arch, driver)
     yield _tool("nvcc", lambda: _nvcc(arch, driver), prebuilt)
     yield _tool("ninja", lambda: str(toolchain.find_ninja()), prebuilt)
     yield _tool("CUTLASS", lambda: toolchain.find_cutlass()[1], prebuilt)
     cache = _cache(prebuilt)
     yield cache
-    yield _library(arch, driver, prebuilt, buildable=cache.problem is None)
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    yield Finding(
-        "extras",
-        f"without {', '.join(missing)}" if missing else ", ".join(EXTRAS),
-        f"the commands decode and bench use them: {INSTALL}" if missing else None,
-    )
+    yield UNBUILDABLE if architecture.problem else _library(arch, driver, prebuilt, buildable=cache.problem is None)
+    yield _extras()
 
 
 def _torch_problem() -> str | None:
@@ -117,8 +112,8 @@ def _arch(device: torch.device) -> tuple[str, Finding]:
     fallback, value = next(iter(TARGETS)), "none"
     try:
         if device.type != "cuda":
-            arch = jit.chosen_arch() or fallback
-            return arch, Finding("arch", f"{arch}, if built here")
+            chosen = jit.chosen_arch()
+            return chosen or fallback, Finding("arch", f"{chosen or ', '.join(TARGETS)}, if built here")
         capability = torch.cuda.get_device_capability(device)
         value = f"compute capability {capability[0]}.{capability[1]}"
         arch = jit.running_arch(capability)
@@ -164,16 +159,29 @@ def _cache(prebuilt: bool) -> Finding:
 
 
 def _library(arch: str, driver: toolchain.Version | None, prebuilt: bool, buildable: bool) -> Finding:
-    """Whether the kernels are built already; that they are not is no problem."""
+    """Whether the kernels are built already; that they are not is a problem only where they cannot be."""
     try:
         tools = toolchain.find_toolchain(arch, driver)
         entry = Entry(cache_folder(), library.recipe(arch).key(tools))
     except jit.BuildError:
-        return Finding("kernels", f"built for {arch}" if prebuilt else "not built")
+        return Finding("kernels", f"built for {arch}") if prebuilt else UNBUILDABLE
     defect = entry.defect()
     if defect is None:
         return Finding("kernels", f"built for {arch}")
     if not buildable:
-        return Finding("kernels", "not built, nor can be without a cache")
+        return UNBUILDABLE
     when = "built at first use, or by `wan22-vae-decode build`"
     return Finding("kernels", when if defect == "absent" else f"built anew at first use ({defect})")
+
+
+def _extras() -> Finding:
+    """What only the commands decode and bench use."""
+    missing = [name for name in extras.MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        problem = f"the commands decode and bench use them: {extras.install(*missing)}"
+        return Finding("extras", f"without {', '.join(missing)}", problem)
+    try:
+        extras.ffmpeg()
+    except extras.MissingExtraError as error:
+        return Finding("extras", "without ffmpeg", str(error))
+    return Finding("extras", ", ".join(extras.MODULES))

@@ -9,11 +9,17 @@ from types import ModuleType
 
 from wan22_vae_decode.errors import DecodeError
 
-INSTALL = "pip install 'wan22-vae-decode[cli]'"
+MODULES = ("numpy", "imageio_ffmpeg", "rich", "matplotlib")
+"""Those of the extra ``cli``."""
 
 
 class MissingExtraError(DecodeError):
     """A package of the extra ``cli`` is not installed."""
+
+
+def install(*modules: str) -> str:
+    """The command that installs modules."""
+    return f"pip install {' '.join(module.replace('_', '-') for module in modules)}"
 
 
 def require(module: str, purpose: str) -> ModuleType:
@@ -21,7 +27,20 @@ def require(module: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{purpose} needs {module.partition('.')[0]}: {INSTALL}") from error
+        package = module.partition(".")[0]
+        raise MissingExtraError(f"{purpose} needs {package}: {install(package)}") from error
+
+
+def ffmpeg() -> str:
+    """The path of the program, which not every build of imageio-ffmpeg brings."""
+    try:
+        return require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
+    except RuntimeError as error:
+        if isinstance(error, MissingExtraError):
+            raise
+        raise MissingExtraError(
+            "writing a video needs the program ffmpeg: install it, or let IMAGEIO_FFMPEG_EXE name it"
+        ) from error
 
 
 def optional(module: str, purpose: str) -> ModuleType | None:

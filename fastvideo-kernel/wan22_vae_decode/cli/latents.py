@@ -57,8 +57,8 @@ def _contents(path: Path) -> Any:
     except MissingExtraError:
         raise
     except Exception as error:  # each library has its own for a damaged file
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{path} cannot be read as {kind[1:]}: {first_line}") from error
+        reason = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+        raise InputError(f"{path} cannot be read as {kind[1:]}: {reason}") from error
 
 
 def _torch(path: Path) -> Any:
@@ -79,9 +79,12 @@ def _only(contents: Any, path: Path, key: str | None) -> Tensor:
         return contents
     named = contents.items() if isinstance(contents, dict) else ()
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
+    if not tensors:
+        kind = type(contents).__name__
+        raise InputError(f"{path} holds no tensor by name ({kind}); save the latents as a tensor or in a dict of them")
     if key is None:
         key = KEY if KEY in tensors or len(tensors) != 1 else next(iter(tensors))
     if key not in tensors:
-        held = listed(list(map(str, tensors))) or "no tensor"
+        held = listed(list(map(str, tensors)))
         raise InputError(f"{path} holds no tensor {key}, but {held}; --key chooses one")
     return tensors[key]

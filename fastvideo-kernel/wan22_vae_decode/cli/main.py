@@ -13,12 +13,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-
-import torch
+from typing import NoReturn
 
 import wan22_vae_decode
 from wan22_vae_decode.cli import bench, build, decode, doctor, verify
-from wan22_vae_decode.errors import DecodeError
+from wan22_vae_decode.errors import DecodeError, is_out_of_memory
 
 CANNOT_RUN = 2
 SIGNALLED = 128  # and the signal's number, as shells have it
@@ -85,16 +84,12 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        # Outside a decode, whose own words would be better: while weights or latents are made or moved.
+        if not is_out_of_memory(error):
             raise
         first_line = next(iter(str(error).splitlines()), "Python's own")
         print(f"error: out of memory: {first_line}", file=sys.stderr)
         return CANNOT_RUN
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Outside a decode, whose own words would be better: while weights or latents are made or moved."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextlib.contextmanager
@@ -129,8 +124,15 @@ def _unwinding() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(CANNOT_RUN, f"error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="wan22-vae-decode",
         description=_DESCRIPTION,
         epilog=_EPILOG,

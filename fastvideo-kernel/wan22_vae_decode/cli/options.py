@@ -18,7 +18,7 @@ from wan22_vae_decode.errors import BackendUnavailableError, InputError
 from wan22_vae_decode.geometry import FRAMES_PER_LATENT, SPATIAL
 
 # Far beyond what fits any memory, and within what torch can count.
-MAX_PIXELS, MAX_VIDEO_FRAMES, MAX_COUNT = 65536, 1_000_001, 1_000_000
+MAX_PIXELS, MAX_VIDEO_FRAMES, MAX_COUNT, MAX_CHANNELS = 65536, 1_000_001, 1_000_000, 4096
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_size(parser: argparse.ArgumentParser, gpu: str, cpu: str) -> None:
         "--size", type=size, metavar="HxWxF", help=f"rows, columns and frames of the video (default: {gpu}; CPU: {cpu})"
     )
     parser.add_argument(
-        "--channels", type=positive, help="decoder_base_dim of random weights (default: the released 256; CPU: 16)"
+        "--channels", type=channels, help="decoder_base_dim of random weights (default: the released 256; CPU: 16)"
     )
     parser.add_argument("--seed", type=seed, default=0, help="of random weights and latents (default: 0)")
 
@@ -121,11 +121,22 @@ def key(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 to MAX_COUNT."""
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 to {MAX_COUNT}")
+def name(text: str) -> str:
+    """What the names of several files begin with."""
+    path(text)
+    return text
+
+
+def positive(text: str, most: int = MAX_COUNT) -> int:
+    """A whole number from 1 to ``most``."""
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 to {most}")
     return int(text)
+
+
+def channels(text: str) -> int:
+    """``--channels``: such that the weights have a size that a machine may hold."""
+    return positive(text, MAX_CHANNELS)
 
 
 def finite(text: str) -> float:

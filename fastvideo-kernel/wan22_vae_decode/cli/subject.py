@@ -12,6 +12,7 @@ from torch import Tensor
 from wan22_vae_decode import weights
 from wan22_vae_decode.cli import options
 from wan22_vae_decode.cli.checkpoint import read_weights, vae_folder
+from wan22_vae_decode.errors import InputError
 from wan22_vae_decode.geometry import Architecture
 from wan22_vae_decode.random_weights import random_state_dict
 
@@ -42,11 +43,13 @@ def read(arguments: argparse.Namespace, device: torch.device, gpu_size: tuple[in
     """What the options mean; small on a CPU unless they say otherwise.
 
     Raises:
-        InputError: the folder of the weights holds none.
+        InputError: the folder of the weights holds none, or --channels is given too.
         WeightsError: they are not this decoder's, or not finite.
     """
     on_gpu = device.type == "cuda"
     if arguments.vae is not None:
+        if arguments.channels is not None:
+            raise InputError("--channels is the width of random weights; leave it out with --vae")
         state_dict = read_weights(vae_folder(arguments.vae))
     else:
         arch = Architecture(arguments.channels or (Architecture.base if on_gpu else CPU_CHANNELS))

@@ -16,7 +16,7 @@ from types import TracebackType
 from torch import Tensor
 
 from wan22_vae_decode.cli import writable
-from wan22_vae_decode.cli.extras import require
+from wan22_vae_decode.cli.extras import ffmpeg, require
 from wan22_vae_decode.errors import DecodeError, InputError
 
 SUFFIXES = (".mp4", ".mkv", ".mov")
@@ -62,7 +62,7 @@ class VideoFile:
         except OSError as error:
             raise InputError(f"{path} cannot be written: {target.parent} takes no files ({error.strerror})") from error
         require("numpy", "writing a video")
-        self._ffmpeg = require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
+        self._ffmpeg = ffmpeg()
         self._path, self._target = path, target
         # Cut, so that it is no longer than a name may be.
         self._partial = target.with_name(f".{path.stem[:40]}.{os.getpid()}.partial{path.suffix}")

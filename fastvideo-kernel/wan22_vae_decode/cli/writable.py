@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -24,3 +26,19 @@ def try_folder(folder: Path) -> None:
     # A link that leads nowhere is there, and no folder.
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     tempfile.TemporaryDirectory(dir=existing).cleanup()
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A name beside the file, to write under; what is there at the end takes the file's place, if the end is reached.
+
+    A symbolic link stays one: the file that it names is replaced.
+    """
+    target = Path(os.path.realpath(file))
+    # Cut, so that it is no longer than a name may be.
+    partial = target.with_name(f".{target.stem[:40]}.{os.getpid()}.partial{target.suffix}")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

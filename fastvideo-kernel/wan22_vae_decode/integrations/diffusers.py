@@ -12,8 +12,8 @@ One object changes, not diffusers: the VAE gets a class of its own, whose ``deco
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,12 @@ except ImportError as error:
 _DECODES = ("decode", "_decode")
 """The methods that this package computes."""
 
+_CONFIG = {"is_residual": True, "patch_size": 2}
+"""What the configuration of Wan2.2 TI2V-5B's VAE has and others' have not."""
+
+_WITHOUT_EFFECT = ("training", "gradient_checkpointing", "name")
+"""Values of modules that do not change what they compute; of dropout, see ``_other_code``."""
+
 _MOVERS = ("AlignDevicesHook", "CpuOffload")
 """accelerate's hooks that move weights and change nothing else."""
 
@@ -53,10 +59,10 @@ def enable(
     [B, z, T, H, W] and gives [B, 3, 4T - 3, 16H, 16W] in [-1, 1], in the VAE's type. ``use_slicing`` is followed: one
     video of a batch at a time. What this package cannot do goes to diffusers' own decode, with one log line that gives
     the reason: tiles, which change the pixels; latents for which gradients may be needed; weights that are offloaded
-    layer by layer; a VAE whose code, not only its weights, is another than diffusers' (a subclass, hooks, methods or
-    layers that were replaced in this VAE or in its classes, dropout in training); a GPU without kernels or memory.
-    Weights may change, move or be retyped at any time; they are prepared anew at the next decode, so also for every
-    video of a pipeline that offloads its VAE in between. Enabling again changes the options.
+    layer by layer; a VAE whose code, not only its weights, is another than diffusers' (a subclass, hooks; methods,
+    layers or their plain attributes that were replaced in this VAE or in its classes; dropout in training); a GPU
+    without kernels or memory. Weights may change, move or be retyped at any time; they are prepared anew at the next
+    decode, so also for every video of a pipeline that offloads its VAE in between. Enabling again changes the options.
 
     Args:
         vae_or_pipe: a diffusers ``AutoencoderKLWan`` of Wan2.2 TI2V-5B, also compiled, or a pipeline whose ``vae`` is
@@ -72,9 +78,10 @@ def enable(
     """
     check_options(dtype=dtype, backend=backend, frames_per_pass=frames_per_pass)
     vae = _vae(vae_or_pipe)
-    config = vae.config
-    if not config.is_residual or config.patch_size != 2:
-        raise InputError(f"only the VAE of Wan2.2 TI2V-5B is decoded here; this is another one (z_dim {config.z_dim})")
+    if not _is_wan22(vae):
+        raise InputError(
+            f"only the VAE of Wan2.2 TI2V-5B is decoded here; this is another one (z_dim {vae.config.z_dim})"
+        )
     options, parts = {"backend": backend, "dtype": dtype, "frames_per_pass": frames_per_pass}, _parts(vae)
     if not isinstance(vae, _Enabled):
         own = vae.__dict__.pop("decode", None)
@@ -125,7 +132,7 @@ class _Route:
         parts: the layers that its configuration describes.
     """
 
-    def __init__(self, options: dict[str, Any] | None, own: Any, parts: dict[str, tuple[type, str]]) -> None:
+    def __init__(self, options: dict[str, Any] | None, own: Any, parts: dict[str, _Kind]) -> None:
         self.options = options
         self.own = own
         self.parts = parts
@@ -224,10 +231,13 @@ def _other_code(vae: AutoencoderKLWan, route: _Route) -> str | None:
         return "this VAE has a decode of its own"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "every module has forward hooks"
+    if not _is_wan22(vae):
+        return "its configuration has become another VAE's"
     modules = _modules(vae)
     parts = dict(modules)
     for name in sorted({*parts, *route.parts}):
-        if name not in parts or route.parts.get(name) != _kind(parts[name]):
+        stock = route.parts.get(name)
+        if stock is None or name not in parts or stock != _kind(parts[name], stock.values):
             return f"{name} is not the layer that diffusers makes from the VAE's configuration"
     for name, module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
@@ -286,15 +296,32 @@ def _modules(vae: AutoencoderKLWan) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _kind(module: nn.Module) -> tuple[type, str]:
-    """What a module computes apart from its weights."""
+class _Kind(NamedTuple):
+    """What a module computes apart from its weights: its class, its own words and its plain values, by name."""
+
+    cls: type
+    words: str
+    values: dict[str, Any]
+
+
+def _kind(module: nn.Module, names: Iterable[str] | None = None) -> _Kind:
+    """Of all plain values, or of these."""
     # diffusers' own only casts, to float32 and back.
     cls = nn.Upsample if type(module) is WanUpsample else type(module)
-    # Nothing at all, apart from training.
-    return cls, "" if cls is nn.Dropout else module.extra_repr()
+    if cls is nn.Dropout:
+        # Nothing at all, apart from training.
+        return _Kind(cls, "", {})
+    if names is None:
+        plain = {name for name, value in vars(module).items() if isinstance(value, bool | int | float | str | tuple)}
+        names = [name for name in sorted(plain.difference(_WITHOUT_EFFECT)) if name[0] != "_"]
+    return _Kind(cls, module.extra_repr(), {name: getattr(module, name, None) for name in names})
 
 
-def _parts(vae: AutoencoderKLWan) -> dict[str, tuple[type, str]]:
+def _is_wan22(vae: AutoencoderKLWan) -> bool:
+    return all(getattr(vae.config, name) == value for name, value in _CONFIG.items())
+
+
+def _parts(vae: AutoencoderKLWan) -> dict[str, _Kind]:
     with torch.device("meta"):
         stock = AutoencoderKLWan.from_config(vae.config)
     return {name: _kind(module) for name, module in _modules(stock)}

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from wan22_vae_decode.jit.cache import Entry, cache_folder, entries
+from wan22_vae_decode.jit.cache import Entry, cache_folder, entries, usable
 from wan22_vae_decode.jit.errors import BuildError
 from wan22_vae_decode.jit.recipe import Recipe
 from wan22_vae_decode.jit.toolchain import Toolchain, Version, driver_version, find_toolchain, misfit
@@ -60,7 +60,8 @@ def build(recipe: Recipe, toolchain: Toolchain | None = None) -> Path:
         if defect != "absent":
             logger.warning("rebuilding the kernel cache entry %s: %s", entry.folder, defect)
         try:
-            _build_entry(recipe, toolchain, entry)
+            with usable(entry.root):
+                _build_entry(recipe, toolchain, entry)
         except BuildError as error:
             entry.record_failure(str(error))
             raise
@@ -115,7 +116,8 @@ def ptxas_complaint(log: str) -> str | None:
 def _build_entry(recipe: Recipe, toolchain: Toolchain, entry: Entry) -> None:
     started = time.monotonic()
     version = ".".join(map(str, toolchain.nvcc.version))
-    logger.info("building %d CUDA units for %s with nvcc %s", len(recipe.units), recipe.arch, version)
+    units = len(recipe.units)
+    logger.info("building %d CUDA units for %s with nvcc %s, which takes minutes", units, recipe.arch, version)
     with entry.filling() as folder:
         for header, text in recipe.generated:
             (folder / header).write_text(text)

@@ -46,9 +46,24 @@ def cache_folder() -> Path:
         ) from error
 
 
+@contextlib.contextmanager
+def usable(root: Path) -> Iterator[None]:
+    """Turns what the system says of a cache in the way, full or closed to this user, into a BuildError."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(
+            f"The kernel cache {root} cannot be used ({error}); make room or access, or set WAN22_VAE_DECODE_CACHE to "
+            "another folder."
+        ) from error
+
+
 def entries(root: Path, prefix: str) -> "list[Entry]":
-    """Those of a cache whose key begins so, whole or not."""
-    return [Entry(root, manifest.parent.name) for manifest in sorted(root.glob(f"{prefix}*/{MANIFEST}"))]
+    """Those of a cache whose key begins so, whole or not; none where it cannot be read."""
+    try:
+        return [Entry(root, manifest.parent.name) for manifest in sorted(root.glob(f"{prefix}*/{MANIFEST}"))]
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,10 @@ class Entry:
 
     def defect(self) -> str | None:
         """None if the entry is whole and ours, otherwise what is wrong with it ("absent" if there is none)."""
-        if not self.folder.is_dir():
-            return "absent"
-        manifest = self.manifest()
         try:
+            if not self.folder.is_dir():
+                return "absent"
+            manifest = self.manifest()
             owner = (self.folder / MANIFEST).stat().st_uid
             files = dict(manifest["files"])
             key = manifest["key"]
@@ -88,8 +103,11 @@ class Entry:
         if not files:
             return "no files in its manifest"
         for name, digest in files.items():
-            path = self.folder / name
-            if not path.is_file() or sha256(path) != digest:
+            try:
+                matches = sha256(self.folder / name) == digest
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
+            if not matches:
                 return f"{name} does not match its manifest"
         return None
 
@@ -103,16 +121,12 @@ class Entry:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the entry's lock, which the system drops if the holder dies. Waits for it with a line in the log."""
-        try:
+        with usable(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root / f"{self.key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise BuildError(
-                f"The kernel cache {self.root} cannot be written ({error.strerror}); "
-                "set WAN22_VAE_DECODE_CACHE to a folder that can."
-            ) from error
         try:
-            self._wait_for(descriptor)
+            with usable(self.root):
+                self._wait_for(descriptor)
             yield
         finally:
             os.close(descriptor)
@@ -165,7 +179,9 @@ class Entry:
 
     def record_failure(self, message: str) -> None:
         """Leaves the reason for those who waited for this build, so that they do not repeat it."""
-        self.failure.write_text(json.dumps({"time": time.time(), "message": message}))
+        # A disk that is full may be the reason.
+        with contextlib.suppress(OSError):
+            self.failure.write_text(json.dumps({"time": time.time(), "message": message}))
 
     def failure_since(self, moment: float) -> str | None:
         """The recorded reason, if a build failed after `moment` (seconds since the epoch)."""

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan22_vae_decode import winograd
+from wan22_vae_decode.backends import create
 from wan22_vae_decode.backends.base import Backend, Halo, OpShape
 from wan22_vae_decode.backends.cuda import heuristics
 from wan22_vae_decode.backends.cuda.kernels import Kernels
@@ -65,6 +66,13 @@ class CudaBackend(Backend):
         super().__init__(device, dtype)
         self.kernels = kernels
         self._granted = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CudaBackend:
+        return self  # decoders on a device share it
+
+    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[str, torch.device, torch.dtype]]:
+        # Loaded kernels cannot be carried; where the copy is made, they are loaded or built.
+        return create, (self.name, self.device, self.dtype)
 
     def with_dtype(self, dtype: torch.dtype) -> CudaBackend:
         return CudaBackend(self.device, dtype, self.kernels)
