@@ -92,6 +92,16 @@ def test_older_files_stay_until_there_are_new_ones(cli, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"times.json", "times.png", "older.json"}
 
 
+def test_links_stay_and_what_they_name_is_written(cli, tmp_path):
+    for kind in ("json", "png"):
+        (tmp_path / f"times.{kind}").symlink_to(f"no {kind} by its name")
+    assert cli("bench", *SMALL, "--only", "torch:float32", "--out", tmp_path / "times").status == 0
+    assert all(path.is_symlink() for path in tmp_path.glob("times.*"))
+    assert json.loads((tmp_path / "no json by its name").read_text())["rows"]
+    assert (tmp_path / "no png by its name").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_failed_write_leaves_the_older_files(cli, tmp_path, monkeypatch):
     def full(pyplot, report, rows, file):
         file.write_text("half")

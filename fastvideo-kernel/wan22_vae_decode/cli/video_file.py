@@ -64,8 +64,7 @@ class VideoFile:
         require("numpy", "writing a video")
         self._ffmpeg = ffmpeg()
         self._path, self._target = path, target
-        # Cut, so that it is no longer than a name may be.
-        self._partial = target.with_name(f".{path.stem[:40]}.{os.getpid()}.partial{path.suffix}")
+        self._partial = writable.partial(path, target)
         self._fps, self._crf = fps, crf
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -28,6 +28,15 @@ def try_folder(folder: Path) -> None:
     tempfile.TemporaryDirectory(dir=existing).cleanup()
 
 
+def partial(path: Path, target: Path) -> Path:
+    """The name beside ``target`` under which ``path``, which is that file or a link to it, is written until complete.
+
+    It ends as ``path`` does, since that says what kind of file it is.
+    """
+    # Cut, so that it is no longer than a name may be.
+    return target.with_name(f".{path.stem[:40]}.{os.getpid()}.partial{path.suffix}")
+
+
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A name beside the file, to write under; what is there at the end takes the file's place, if the end is reached.
@@ -35,10 +44,9 @@ def replacing(file: Path) -> Iterator[Path]:
     A symbolic link stays one: the file that it names is replaced.
     """
     target = Path(os.path.realpath(file))
-    # Cut, so that it is no longer than a name may be.
-    partial = target.with_name(f".{target.stem[:40]}.{os.getpid()}.partial{target.suffix}")
+    unfinished = partial(file, target)
     try:
-        yield partial
-        partial.replace(target)
+        yield unfinished
+        unfinished.replace(target)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
