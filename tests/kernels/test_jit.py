@@ -189,8 +189,8 @@ def test_slow_code_fails_the_build(world, word, message):
     assert not [path for path in world.cache.iterdir() if path.is_dir()]
 
 
-def once_refused(sha256):
-    """Twice: before the lock, and under it."""
+def refused_twice(sha256):
+    """Before the lock, and under it."""
     refusals = iter([True, True])
 
     def hashed(path):
@@ -210,7 +210,7 @@ def test_a_damaged_or_foreign_entry_is_built_again(world, caplog, monkeypatch, d
     good = (folder / "libkernels.so").read_bytes()
     manifest = folder / "manifest.json"
     if damage == "unreadable library":
-        monkeypatch.setattr(cache, "sha256", once_refused(cache.sha256))
+        monkeypatch.setattr(cache, "sha256", refused_twice(cache.sha256))
     elif damage == "library":
         (folder / "libkernels.so").write_bytes(good[:-1])
     elif damage == "missing library":

@@ -33,11 +33,10 @@ def require(module: str, purpose: str) -> ModuleType:
 
 def ffmpeg() -> str:
     """The path of the program, which not every build of imageio-ffmpeg brings."""
+    package = require("imageio_ffmpeg", "writing a video")
     try:
-        return require("imageio_ffmpeg", "writing a video").get_ffmpeg_exe()
+        return package.get_ffmpeg_exe()
     except RuntimeError as error:
-        if isinstance(error, MissingExtraError):
-            raise
         raise MissingExtraError(
             "writing a video needs the program ffmpeg: install it, or let IMAGEIO_FFMPEG_EXE name it"
         ) from error
